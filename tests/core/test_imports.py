@@ -1,0 +1,42 @@
+"""What importing the core pulls in, and what the packages may import of each other."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_importing_the_core_pulls_in_nothing_heavy():
+    code = (
+        "import sys, mia_serve.core; bad = {'faiss', 'vllm', 'fastapi', 'wandb', 'ray', 'peft', 'accelerate'}"
+        " & set(sys.modules); print(sorted(bad)); sys.exit(bool(bad))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def imports(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+def test_imports_run_downstairs():
+    floors = ["core", "mindscape", "index", "signature", "retriever", "eval", "cli"]
+    order = {"core": 0, "mindscape": 1, "index": 1, "signature": 1, "retriever": 2, "eval": 3, "cli": 4, "__main__": 5}
+    assert set(floors) <= set(order)
+    for file in (ROOT / "mia_serve").rglob("*.py"):
+        here = file.relative_to(ROOT / "mia_serve").parts[0].removesuffix(".py")
+        for name in imports(file):
+            assert not name.startswith("mia_train"), f"{file}: mia_serve never imports mia_train"
+            parts = name.split(".")
+            if parts[0] == "mia_serve" and len(parts) > 1 and here in order and parts[1] in order:
+                assert parts[1] == here or order[parts[1]] < order[here], f"{file} imports {name}, a higher floor"
