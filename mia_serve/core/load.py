@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mia_serve.core.errors import MiaError
 from mia_serve.core.spec import SPEC_FILE, EncoderSpec, Pooling
+from mia_serve.core.storage import write_aside
 from mia_serve.core.template import (
     MIA_INSTRUCTION,
     Template,
@@ -244,15 +242,12 @@ def _terminal(tokenizer: Any, vocabulary: dict[str, int], name: str) -> str:
 
 
 def save_parts(model: torch.nn.Module, tokenizer: Any, spec: EncoderSpec, path: Path) -> None:
-    """Write an encoder folder beside ``path`` and rename it into place.
+    """Write an encoder folder, whole or not at all.
 
     The folder opens in :meth:`Encoder.load` and, for documents and query-only queries, in
     ``SentenceTransformer(path)`` with equal vectors. A model with adapters is written as the adapter alone.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        os.chmod(aside, 0o755)
+    with write_aside(path) as aside:
         model.save_pretrained(str(aside))  # type: ignore[operator]
         if (aside / "adapter_config.json").is_file():
             _name_base(aside / "adapter_config.json", spec)
@@ -261,12 +256,6 @@ def save_parts(model: torch.nn.Module, tokenizer: Any, spec: EncoderSpec, path: 
         write_folder_facts(spec, aside)
         for file in aside.glob("*.safetensors"):
             file.chmod(0o644)  # written 0600, which a server under another user could not read
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(aside, path)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def write_folder_facts(spec: EncoderSpec, folder: Path) -> None:

@@ -1,0 +1,306 @@
+"""The one retrieval path q → E1 → pool → σ → E2, batched over queries.
+
+Search, evaluation, RAG, the server and the making of training signatures all go through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from mia_serve.core.device import resolve_device
+from mia_serve.core.errors import MiaError
+from mia_serve.index import Hits, SessionIndex
+from mia_serve.index.flat import full_float32
+from mia_serve.index.session_index import check_count
+from mia_serve.signature import DEFAULT_WEIGHTS, Signature, first_k, select_signature, unique_in_order
+from mia_serve.signature.objective import check_weights
+
+if TYPE_CHECKING:
+    from mia_serve.core import Encoder
+    from mia_serve.mindscape import Mindscape
+
+Mode = Literal["coverage", "first_k", "none"]
+Given = Sequence[Signature] | Sequence[Sequence[str] | str | None]
+
+_ELEMENTS = 1 << 24  # numbers gathered at once to choose signatures: 64 MiB of float32
+
+
+class Pool(NamedTuple):
+    """What one query lights up under E1.
+
+    Attributes:
+        sessions: Sessions of the best chunks in E1 rank order, each once, (H,) int64, rows of `mindscape.sessions`.
+        rows: The best chunks, (K₀,) int64, rows of `mindscape.chunks`.
+        scores: Their E1 scores, (K₀,) float32, descending.
+    """
+
+    sessions: np.ndarray
+    rows: np.ndarray
+    scores: np.ndarray
+
+
+class Results(NamedTuple):
+    """Chunks found, and the signatures that were searched with (None: the queries alone)."""
+
+    hits: Hits
+    signatures: list[Signature] | None
+
+
+class Retriever:
+    """Retrieves chunks of a mindscape for a query and its signature (MiA-Signature, arXiv 2605.06416).
+
+    E1 finds the K₀ best chunks of a query; their sessions are its pool; the signature σ is chosen out of the pool with
+    the selector's vectors; E2 encodes (q, σ) and searches all chunks. Vectors are made when first needed and kept.
+    Encoders must not be trained while a retriever holds them.
+
+    Args:
+        mindscape: Chunks and sessions.
+        e1: Query-only encoder.
+        e2: Encoder of (q, σ) pairs; without it a search is E1's.
+        selector: Encoder whose vectors choose σ; e1 where None.
+        k0: Chunks that E1 hands to the pool.
+        k_sum: Most sessions in a signature.
+        alpha: Weight of the signature view; the encoder's own where None.
+        weights: λ_Q, λ_C, λ_D of the signature's objective.
+        candidates: Second search over "all" chunks, or within the K₀ of E1 ("e1_topk", which caps recall there).
+        backend: "auto", "torch" or "faiss" (see SessionIndex).
+        device: Where vectors lie and signatures are chosen.
+        vectors: Vectors by encoder, `{spec_hash: (n_chunks, d)}` and `{f"{spec_hash}/sessions": (n_sessions, d)}`.
+            The dict given is also filled with what is encoded, so retrievers of one mindscape can share it.
+
+    Raises:
+        MiaError: If a setting is out of range or given vectors do not fit the mindscape.
+    """
+
+    def __init__(
+        self,
+        mindscape: Mindscape,
+        e1: Encoder,
+        e2: Encoder | None = None,
+        selector: Encoder | None = None,
+        *,
+        k0: int = 50,
+        k_sum: int = 5,
+        alpha: float | None = None,
+        weights: Sequence[float] = DEFAULT_WEIGHTS,
+        candidates: str = "all",
+        backend: str = "auto",
+        device: str | torch.device = "auto",
+        vectors: dict[str, np.ndarray] | None = None,
+    ) -> None:
+        check_count(k0, "k0")
+        check_count(k_sum, "k_sum")
+        if candidates not in ("all", "e1_topk"):
+            raise MiaError(f"candidates={candidates!r}: allowed are 'all', 'e1_topk'")
+        if alpha is not None and not 0 <= alpha <= 1:
+            raise MiaError(f"alpha={alpha}: allowed are 0 (query alone) to 1 (signature view alone)")
+        self.mindscape = mindscape
+        self.e1, self.e2, self.selector = e1, e2, selector if selector is not None else e1
+        self.k0, self.k_sum, self.alpha, self.candidates = k0, k_sum, alpha, candidates
+        self.weights = check_weights(weights)
+        self.backend = backend
+        self.device = resolve_device("cpu" if backend == "faiss" and device == "auto" else device)
+        self.vectors = vectors if vectors is not None else {}
+        # A spec hash reads the weights, so it is taken once for each encoder.
+        self._hashes = {id(e): e.spec_hash for e in (self.e1, self.e2, self.selector) if e is not None}
+        self._indexes: dict[str, SessionIndex] = {}
+        for encoder in (e for e in (self.e1, self.e2, self.selector) if e is not None):
+            self._check_vectors(encoder, self._hashes[id(encoder)], len(mindscape.chunks), "chunks")
+            self._check_vectors(encoder, f"{self._hashes[id(encoder)]}/sessions", len(mindscape.sessions), "sessions")
+
+    def search(
+        self,
+        queries: Sequence[str],
+        k: int = 10,
+        signature: Mode | Given | None = None,
+        encoder: str | None = None,
+    ) -> Results:
+        """Find the k best chunks for each query.
+
+        Args:
+            queries: Non-empty strings.
+            k: Chunks for each query; fewer come back where the mindscape (or K₀) holds fewer.
+            signature: "coverage" (greedy on the three-term objective), "first_k", "none", or one given signature a
+                query (Signature, list of texts, one text, or None). None: "coverage" for E2, "none" for E1.
+            encoder: "e1" or "e2", which makes the query vectors and searches its own chunk vectors. None: E2 where
+                there is one.
+
+        Returns:
+            Hits and the signatures used.
+
+        Raises:
+            MiaError: If a query is empty, k < 1, a mode is unknown, or signatures are not one a query.
+        """
+        check_count(k, "k")
+        texts = _check_queries(queries)
+        name, chosen = self._encoder(encoder)
+        mode = signature if signature is not None else ("none" if name == "e1" else "coverage")
+        first: Hits | None = None
+        signatures: list[Signature] | None = None
+        if not isinstance(mode, str):
+            signatures = _given(mode, len(texts))
+        elif mode != "none":
+            _check_mode(mode)
+            first = self._first_search(texts)
+            signatures = self._signatures(texts, first, mode)
+        vectors = chosen.encode_queries(
+            texts, signatures=None if signatures is None else [list(s.texts) for s in signatures], alpha=self.alpha
+        )
+        if self.candidates == "all":
+            return Results(self._index(chosen).search(vectors, k), signatures)
+        first = first if first is not None else self._first_search(texts)
+        return Results(self._index(chosen).search_within(vectors, first.rows, k), signatures)
+
+    def signatures(self, queries: Sequence[str], mode: Mode = "coverage") -> list[Signature]:
+        """Choose a signature for each query.
+
+        Args:
+            queries: Non-empty strings.
+            mode: "coverage" or "first_k".
+
+        Raises:
+            MiaError: If a query is empty or the mode is unknown.
+        """
+        _check_mode(mode)
+        texts = _check_queries(queries)
+        return self._signatures(texts, self._first_search(texts), mode)
+
+    def pools(self, queries: Sequence[str]) -> list[Pool]:
+        """Find the pool of each query: the sessions of its K₀ best chunks under E1.
+
+        Raises:
+            MiaError: If a query is empty.
+        """
+        hits = self._first_search(_check_queries(queries))
+        pools = unique_in_order(torch.from_numpy(self.mindscape.session_of[hits.rows])).numpy()
+        return [
+            Pool(sessions[sessions >= 0], rows, scores)
+            for sessions, rows, scores in zip(pools, hits.rows, hits.scores, strict=True)
+        ]
+
+    def chunk_vectors(self, encoder: Encoder) -> np.ndarray:
+        """Return the encoder's vectors of all chunks, (n_chunks, d), encoding them on first use."""
+        key = self._hash(encoder)
+        if key not in self.vectors:
+            self.vectors[key] = encoder.encode_documents([chunk.text for chunk in self.mindscape.chunks])
+        return self.vectors[key]
+
+    def session_vectors(self, encoder: Encoder) -> np.ndarray:
+        """Return the encoder's vectors of all session summaries, (n_sessions, d), encoding them on first use."""
+        key = f"{self._hash(encoder)}/sessions"
+        if key not in self.vectors:
+            self.vectors[key] = encoder.encode_documents([session.summary for session in self.mindscape.sessions])
+        return self.vectors[key]
+
+    def _first_search(self, queries: list[str]) -> Hits:
+        return self._index(self.e1).search(self.e1.encode_queries(queries), self.k0)
+
+    def _signatures(self, queries: list[str], first: Hits, mode: str) -> list[Signature]:
+        sessions = torch.from_numpy(self.mindscape.session_of[first.rows])  # (n, K₀)
+        if mode == "first_k":
+            return [self._record([i for i in row if i >= 0], mode) for row in first_k(sessions, self.k_sum).tolist()]
+        pools = unique_in_order(sessions).to(self.device)
+        rows = torch.from_numpy(first.rows).to(self.device)
+        vectors = torch.from_numpy(self.selector.encode_queries(queries)).to(self.device)
+        chunks = self._tensor(self.chunk_vectors(self.selector))
+        summaries = self._tensor(self.session_vectors(self.selector))
+        per_query = rows.shape[1] * pools.shape[1] + (rows.shape[1] + pools.shape[1]) * vectors.shape[1]
+        records: list[Signature] = []
+        for part in torch.arange(len(queries), device=self.device).split(max(1, _ELEMENTS // per_query)):
+            records += self._select(vectors[part], chunks[rows[part]], summaries, pools[part])
+        return records
+
+    def _select(
+        self, queries: torch.Tensor, chunks: torch.Tensor, summaries: torch.Tensor, pools: torch.Tensor
+    ) -> list[Signature]:
+        """Choose signatures of B queries (B, d) with chunks (B, C, d) and pools (B, H) of rows of summaries (S, d)."""
+        mask = pools >= 0
+        units = summaries[pools.clamp(min=0)]
+        with full_float32(self.device):
+            columns = units.transpose(1, 2)
+            query_sim = torch.bmm(queries[:, None, :], columns)[:, 0]
+            found = select_signature(
+                query_sim, torch.bmm(chunks, columns), torch.bmm(units, columns), self.k_sum, self.weights, mask
+            )
+            picked = torch.where(found.indices >= 0, pools.gather(1, found.indices.clamp(min=0)), -1)
+        records = []
+        for chosen, gains, terms, value in zip(
+            picked.tolist(), found.gains.tolist(), found.terms.tolist(), found.value.tolist(), strict=True
+        ):
+            size = sum(session >= 0 for session in chosen)
+            named = dict(zip(("relevance", "coverage", "diversity"), terms, strict=True)) | {"value": value}
+            records.append(self._record(chosen[:size], "coverage", gains[:size], named))
+        return records
+
+    def _record(
+        self, chosen: list[int], mode: str, gains: Sequence[float] = (), terms: dict[str, float] | None = None
+    ) -> Signature:
+        sessions = self.mindscape.sessions
+        return Signature(
+            session_ids=tuple(sessions[i].id for i in chosen),
+            texts=tuple(sessions[i].summary for i in sorted(chosen)),  # sessions lie in document order
+            gains=tuple(gains),
+            terms=terms,
+            mode=mode,
+        )
+
+    def _index(self, encoder: Encoder) -> SessionIndex:
+        key = self._hash(encoder)
+        if key not in self._indexes:
+            index = SessionIndex(encoder.dim, self.backend, self.device, key)
+            chunks = self.mindscape.chunks
+            index.add([c.id for c in chunks], self.chunk_vectors(encoder), [c.session_id for c in chunks])
+            self._indexes[key] = index
+        return self._indexes[key]
+
+    def _encoder(self, name: str | None) -> tuple[str, Encoder]:
+        if name not in (None, "e1", "e2"):
+            raise MiaError(f"encoder={name!r}: allowed are 'e1', 'e2'")
+        if name == "e2" and self.e2 is None:
+            raise MiaError("encoder='e2' but this retriever has no e2: give Retriever(..., e2=...) or use encoder='e1'")
+        return ("e1", self.e1) if name == "e1" or self.e2 is None else ("e2", self.e2)
+
+    def _hash(self, encoder: Encoder) -> str:
+        return self._hashes.get(id(encoder)) or encoder.spec_hash
+
+    def _tensor(self, vectors: np.ndarray) -> torch.Tensor:
+        array = np.ascontiguousarray(vectors, dtype=np.float32)
+        return torch.from_numpy(array if array.flags.writeable else array.copy()).to(self.device)
+
+    def _check_vectors(self, encoder: Encoder, key: str, rows: int, what: str) -> None:
+        given = self.vectors.get(key)
+        if given is not None and given.shape != (rows, encoder.dim):
+            raise MiaError(f"vectors[{key!r}] {given.shape}: the mindscape's {what} need ({rows}, {encoder.dim})")
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("coverage", "first_k"):
+        raise MiaError(f"signature mode {mode!r}: allowed are 'coverage', 'first_k' (and 'none' in search)")
+
+
+def _check_queries(queries: Sequence[str]) -> list[str]:
+    if isinstance(queries, str):
+        raise MiaError("queries is one string: give a list of strings")
+    texts = list(queries)
+    if not texts:
+        raise MiaError("queries is empty: give at least one")
+    for position, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise MiaError(f"query {position} is {text!r}: give a non-empty string")
+    return texts
+
+
+def _given(signatures: Given, n_queries: int) -> list[Signature]:
+    if len(signatures) != n_queries:
+        raise MiaError(f"{len(signatures)} signatures for {n_queries} queries: give one a query (None or [] for none)")
+    records = []
+    for position, item in enumerate(signatures):
+        record = item if isinstance(item, Signature) else Signature.from_texts(item)
+        if not all(isinstance(text, str) for text in record.texts):
+            raise MiaError(f"signature {position} holds something that is not a text: give a Signature or list of str")
+        records.append(record)
+    return records

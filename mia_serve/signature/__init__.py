@@ -1,0 +1,17 @@
+"""Signatures: the few sessions that best cover what a query activated."""
+
+from mia_serve.signature.greedy import Selection, select_signature
+from mia_serve.signature.objective import DEFAULT_WEIGHTS, SetValue, set_function_value
+from mia_serve.signature.pool import first_k, unique_in_order
+from mia_serve.signature.record import Signature
+
+__all__ = [
+    "DEFAULT_WEIGHTS",
+    "Selection",
+    "SetValue",
+    "Signature",
+    "first_k",
+    "select_signature",
+    "set_function_value",
+    "unique_in_order",
+]

@@ -1,0 +1,68 @@
+"""The record of one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mia_serve.core.errors import MiaError
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Session summaries that stand for what a query activated.
+
+    Attributes:
+        session_ids: Ids in order of selection; empty where only texts were given.
+        texts: Summaries in document order, as the encoder and the prompts read them.
+        gains: Marginal gain of each pick, in order of selection; empty where nothing was maximised.
+        terms: f_Q, f_C, f_D and the value of the set, or None.
+        mode: How it was made: "coverage", "first_k" or "given".
+    """
+
+    session_ids: tuple[str, ...]
+    texts: tuple[str, ...]
+    gains: tuple[float, ...] = ()
+    terms: dict[str, float] | None = None
+    mode: str = "given"
+
+    @property
+    def text(self) -> str:
+        """Summaries in document order, one a line."""
+        return "\n".join(self.texts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {
+            "session_ids": list(self.session_ids),
+            "texts": list(self.texts),
+            "gains": list(self.gains),
+            "terms": None if self.terms is None else dict(self.terms),
+            "mode": self.mode,
+        }
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Signature:
+        """Rebuild a signature from to_dict's output.
+
+        Raises:
+            ValueError: If keys are missing or unknown.
+        """
+        known = {"session_ids", "texts", "gains", "terms", "mode"}
+        if set(record) != known:
+            raise MiaError(f"signature record has keys {sorted(record)}: expected {sorted(known)}")
+        return cls(
+            session_ids=tuple(record["session_ids"]),
+            texts=tuple(record["texts"]),
+            gains=tuple(float(g) for g in record["gains"]),
+            terms=record["terms"],
+            mode=record["mode"],
+        )
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str] | str | None) -> Signature:
+        """Wrap texts that the caller chose; one string is one global summary, None or "" is an empty signature."""
+        if isinstance(texts, str):
+            texts = [texts] if texts.strip() else []
+        return cls(session_ids=(), texts=tuple(texts or ()))

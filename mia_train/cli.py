@@ -1,0 +1,111 @@
+"""The ``mia-train`` command. Heavy imports stay inside the commands: ``--help`` must answer at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(
+    name="mia-train",
+    help="Train the MiA retrievers E1 (query alone) and E2 (query with signature).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich would double the time of --help
+)
+
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 (typer reads the annotation at run time)
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one recipe value, such as training.max_steps=20."),
+]
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="Recipe file (YAML).")],
+    overrides: Overrides = None,
+    resume: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="PATH|auto", help="Go on from a checkpoint folder, or from the last one in output_dir."),
+    ] = None,
+) -> None:
+    """Train one recipe. For several processes: accelerate launch [...] -m mia_train run RECIPE."""
+    from mia_serve.core.errors import MiaError
+    from mia_train.config import load_recipe, missing_inputs, recipe_warnings
+    from mia_train.launch import prepare_launch, process_rank
+
+    loaded = load_recipe(recipe, overrides or [])
+    missing = missing_inputs(loaded)
+    if missing:
+        raise MiaError(f"{recipe}: {'; '.join(missing)}")
+    prepare_launch()
+    if process_rank() == 0:
+        for warning in recipe_warnings(loaded):
+            typer.echo(f"warning: {warning}", err=True)
+    from mia_train.trainer import run as train
+
+    train(loaded, resume)
+
+
+@app.command()
+def check(
+    recipes: Annotated[list[str], typer.Argument(help="Recipe files.")],
+    overrides: Overrides = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes to work the numbers out for.")] = 1,
+    files: Annotated[
+        bool, typer.Option("--files", help="Also fail when a row file or local model is missing.")
+    ] = False,
+    json_file: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--json", metavar="FILE", help="Write the facts as JSON; - for standard output."),
+    ] = None,
+) -> None:
+    """Validate recipes and print what they come to. Loads no weights and reads no rows."""
+    import json
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from mia_serve.core.errors import MiaError
+    from mia_train.config import load_recipe
+    from mia_train.plan import format_plan, make_plan
+
+    facts, wrong = [], False
+    for path in recipes:
+        try:
+            plan = make_plan(load_recipe(path, overrides or []), processes)
+        except MiaError as error:
+            typer.echo(f"error: {error}", err=True)
+            wrong = True
+            continue
+        facts.append({"recipe": path, **asdict(plan)})
+        if json_file != "-":
+            typer.echo(f"{path}: valid\n{format_plan(plan)}")
+        for warning in plan.warnings:
+            typer.echo(f"warning: {path}: {warning}", err=True)
+        for line in plan.missing:
+            typer.echo(f"{'error' if files else 'not here yet'}: {path}: {line}", err=True)
+        wrong = wrong or (files and bool(plan.missing))
+    if json_file == "-":
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    elif json_file:
+        Path(json_file).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if wrong:
+        raise typer.Exit(2)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: exit 0 done, 1 failed, 2 wrong use with one line on standard error."""
+    try:
+        app(args=arguments)
+    except ValueError as error:
+        from mia_serve.core.errors import MiaError
+
+        if not isinstance(error, MiaError):
+            raise
+        from mia_train.launch import process_count, process_rank
+
+        rank = f"[process {process_rank()}] " if process_count() > 1 else ""
+        typer.echo(f"{rank}error: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,272 @@
+"""Read a recipe: YAML and ``--set`` in, a checked :class:`Recipe` or a one-line error out."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mia_serve.core.errors import MiaError
+from mia_train.schema import (
+    METRICS,
+    BenchmarkRef,
+    DataConfig,
+    LoraSection,
+    LossConfig,
+    ModelConfig,
+    Recipe,
+    TrainingSection,
+    is_row_file,
+    parse_benchmark,
+)
+
+__all__ = [
+    "METRICS",
+    "BenchmarkRef",
+    "DataConfig",
+    "LoraSection",
+    "LossConfig",
+    "ModelConfig",
+    "Recipe",
+    "TrainingSection",
+    "dump_recipe",
+    "is_row_file",
+    "load_recipe",
+    "missing_inputs",
+    "parse_benchmark",
+    "recipe_warnings",
+]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuse a key given twice, of which PyYAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if isinstance(key, str) and key in seen:
+                raise MiaError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice; keep one")
+            seen.add(key if isinstance(key, str) else None)
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Load a recipe file, apply ``a.b=c`` overrides, resolve paths and check everything that needs no data.
+
+    A relative path is taken from where it is written: in the file from the file's folder, in an override from the
+    current folder. Hub ids, ``package:`` names and benchmark names are left alone. Overriding ``training.max_steps``
+    replaces ``epochs`` and the reverse.
+
+    Args:
+        path: YAML file.
+        overrides: ``section.key=value`` strings, the value read as YAML.
+
+    Raises:
+        MiaError: One line that names the file, the YAML path and the fix.
+    """
+    path = Path(path)
+    content = _resolve_paths(_read_yaml(path), path.resolve().parent)
+    sources: dict[str, str] = {}
+    for override in overrides:
+        keys, value = _parse_override(override)
+        sources[".".join(keys)] = override
+        nested: Any = value
+        for key in reversed(keys):
+            nested = {key: nested}
+        _merge(content, _resolve_paths(nested, Path.cwd()))
+        if keys in (["training", "max_steps"], ["training", "epochs"]) and value is not None:
+            content["training"].pop("epochs" if keys[1] == "max_steps" else "max_steps", None)
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as error:
+        raise MiaError(_explain(error, path, sources)) from None
+    for tracker in recipe.training.report_to:
+        if importlib.util.find_spec(tracker) is None:
+            raise MiaError(
+                f"{path}: training.report_to: {tracker} is not installed; run `pip install {tracker}`, or leave it out "
+                "(the JSONL log is always written)"
+            )
+    return recipe
+
+
+def dump_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write the resolved recipe, every default filled in, so that the run can be repeated from this file alone."""
+    content = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    Path(path).write_text(f"# mia-train run {Path(path).name}\n{content}", encoding="utf-8")
+
+
+def missing_inputs(recipe: Recipe) -> list[str]:
+    """Name every input of the recipe that is not on this machine, one line each; hub ids are not looked up."""
+    missing = []
+    places = [("model.base", recipe.model.base), ("data.signature_encoder", recipe.data.signature_encoder)]
+    for where, value in places:
+        if value and os.path.isabs(value) and not Path(value).is_dir():
+            missing.append(f"{where}: no folder {value}")
+        elif value and value.startswith("package:"):
+            module = value.removeprefix("package:").split("/")[0]
+            if not module.isidentifier() or importlib.util.find_spec(module) is None:
+                missing.append(f"{where}: {value}: no installed Python package {module!r}; pip install it")
+    named = [(f"data.train[{i}]", source) for i, source in enumerate(recipe.data.train)]
+    named += [("data.eval", recipe.data.eval)] if recipe.data.eval else []
+    for where, source in named:
+        if is_row_file(source):
+            if not Path(source).is_file():
+                missing.append(f"{where}: no file {source}")
+        elif parse_benchmark(source).name != "saltmarsh":  # which comes with the package
+            folder = os.environ.get("MIA_DATA")
+            if not folder or not Path(folder).is_dir():
+                state = f"names {folder}, which is no folder" if folder else "is not set"
+                missing.append(f"{where}: {source} is read from the folder in MIA_DATA, which {state}")
+    return missing
+
+
+def recipe_warnings(recipe: Recipe) -> list[str]:
+    """Name what is allowed but rarely meant, one line each."""
+    data, training, notes = recipe.data, recipe.training, []
+    if recipe.loss.negatives == "in_batch" and training.accumulation > 1:
+        notes.append(
+            f"training.accumulation: {training.accumulation} passes of {training.batch_size} rows see the in-batch "
+            f"negatives of {training.batch_size} rows, not of {training.accumulation * training.batch_size}; "
+            "raise batch_size for more negatives"
+        )
+    if data.view == "query":
+        unused = data.model_fields_set & {"signature_encoder", "signature_dropout", "signature_noise", "signature_mode"}
+        notes += [f"data.{key}: has no effect with data.view: query" for key in sorted(unused)]
+    if data.eval is None:
+        unused = training.model_fields_set & {"metric", "eval_steps"}
+        notes += [f"training.{key}: has no effect without data.eval" for key in sorted(unused)]
+    elif any(source.split(":")[:2] == data.eval.split(":")[:2] for source in data.train):
+        notes.append(f"data.eval: {data.eval} is trained on, so it says nothing about new questions")
+    return notes
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise MiaError(f"no recipe {path}{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise MiaError(f"{path}: cannot be read: {error}") from None
+    except MiaError as error:
+        raise MiaError(f"{path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise MiaError(f"{path}: not valid YAML: {_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise MiaError(f"{path}: a recipe is a mapping with the keys {', '.join(Recipe.model_fields)}")
+    return content
+
+
+def _parse_override(override: str) -> tuple[list[str], Any]:
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise MiaError(f"--set {override!r}: give section.key=value, such as training.max_steps=20")
+    try:
+        return keys, yaml.load(text, Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, MiaError) as error:
+        raise MiaError(f"--set {override!r}: the value is not valid YAML: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _merge(into: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _resolve_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make the relative paths of a raw recipe absolute; whatever has a wrong type is left to the schema."""
+
+    def absolute(value: str) -> str:
+        return os.path.normpath(folder / Path(value).expanduser())
+
+    def encoder(value: Any) -> Any:  # "a/b" may be a hub id or a folder
+        if not isinstance(value, str) or not value or value.startswith("package:"):
+            return value
+        is_path = value in (".", "..") or value.startswith(("./", "../", "~", "/"))
+        return absolute(value) if is_path or (folder / value).is_dir() else value
+
+    def rows(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rows(item) for item in value]
+        return absolute(value) if isinstance(value, str) and is_row_file(value) else value
+
+    resolvers = {
+        ("model", "base"): encoder,
+        ("data", "signature_encoder"): encoder,
+        ("data", "train"): rows,
+        ("training", "output_dir"): lambda value: absolute(value) if isinstance(value, str) and value else value,
+    }
+    for (section, key), resolve in resolvers.items():
+        values = content.get(section)
+        if isinstance(values, dict) and key in values:
+            values[key] = resolve(values[key])
+    return content
+
+
+def _explain(error: ValidationError, path: Path, overrides: dict[str, str]) -> str:
+    """Turn the first of pydantic's errors into one line; an unknown key goes first, it often causes the others."""
+    errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    first = errors[0]
+    # Steps such as "literal['all-linear']" are pydantic's, for the branches of a union.
+    location = [step for step in first["loc"] if isinstance(step, int) or str(step).isidentifier()]
+    if first["type"] == "extra_forbidden":
+        location = list(first["loc"])
+    where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = _unknown_key([str(step) for step in location])
+    elif first["type"] == "missing":
+        message = "is missing and has no default"
+    elif first["type"] != "value_error":
+        message = f"{message[0].lower()}{message[1:]}, got {first['input']!r}"
+    more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
+    spoken = where or message.split(":")[0]
+    unknown = first["type"] == "extra_forbidden"
+    blamed = [
+        f"--set {text}"
+        for key, text in overrides.items()
+        if spoken == key or spoken.startswith((f"{key}.", f"{key}[")) or (unknown and key.startswith(f"{spoken}."))
+    ]
+    source = blamed[0] if blamed else str(path)
+    return f"{source}: {where}: {message}{more}" if where else f"{source}: {message}{more}"
+
+
+def _unknown_key(location: list[str]) -> str:
+    allowed = _fields(location[:-1])
+    paths = [f"{section}.{key}" for section in Recipe.model_fields for key in _fields([section])]
+    near = difflib.get_close_matches(location[-1], allowed, n=1, cutoff=0.6)
+    # A key in the wrong section is the commonest slip after a misspelt one.
+    elsewhere = [path for path in paths if path.split(".")[1] == location[-1]]
+    elsewhere += difflib.get_close_matches(".".join(location), paths, n=1)
+    nearest = [".".join([*location[:-1], near[0]])] if near else elsewhere
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"unknown key{hint} (allowed here: {', '.join(allowed)})"
+
+
+def _fields(location: list[str]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for step in location:
+        annotation = model.model_fields[step].annotation
+        options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+        nested = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+        if not nested:
+            return []
+        model = nested[0]
+    return list(model.model_fields)
