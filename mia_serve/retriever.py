@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Mode = Literal["coverage", "first_k", "none"]
 Given = Sequence[Signature] | Sequence[Sequence[str] | str | None]
 
+COVER_TEMPERATURE = 0.05
+"""Chunks weigh softmax(E1 score / 0.05) in the coverage term: a lead of 0.05 in cosine weighs e times as much."""
+
 _ELEMENTS = 1 << 24  # numbers gathered at once to choose signatures: 64 MiB of float32
 
 
@@ -66,6 +69,10 @@ class Retriever:
         k_sum: Most sessions in a signature.
         alpha: Weight of the signature view; the encoder's own where None.
         weights: λ_Q, λ_C, λ_D of the signature's objective.
+        cover: What a session covers in the coverage term: "member", its own chunks fully and others by their cosine to
+            its summary; or "semantic", all by cosine.
+        cover_weight: How the K₀ chunks count there: by "e1_score" (softmax) or "uniform". The papers' form is
+            "semantic" and "uniform"; in a large collection it loses the right session far more often.
         candidates: Second search over "all" chunks, or within the K₀ of E1 ("e1_topk", which caps recall there).
         backend: "auto", "torch" or "faiss" (see SessionIndex).
         device: Where vectors lie and signatures are chosen.
@@ -87,6 +94,8 @@ class Retriever:
         k_sum: int = 5,
         alpha: float | None = None,
         weights: Sequence[float] = DEFAULT_WEIGHTS,
+        cover: str = "member",
+        cover_weight: str = "e1_score",
         candidates: str = "all",
         backend: str = "auto",
         device: str | torch.device = "auto",
@@ -94,14 +103,19 @@ class Retriever:
     ) -> None:
         check_count(k0, "k0")
         check_count(k_sum, "k_sum")
-        if candidates not in ("all", "e1_topk"):
-            raise MiaError(f"candidates={candidates!r}: allowed are 'all', 'e1_topk'")
+        for setting, value, allowed in (
+            ("candidates", candidates, ("all", "e1_topk")),
+            ("cover", cover, ("member", "semantic")),
+            ("cover_weight", cover_weight, ("e1_score", "uniform")),
+        ):
+            if value not in allowed:
+                raise MiaError(f"{setting}={value!r}: allowed are {', '.join(map(repr, allowed))}")
         if alpha is not None and not 0 <= alpha <= 1:
             raise MiaError(f"alpha={alpha}: allowed are 0 (query alone) to 1 (signature view alone)")
         self.mindscape = mindscape
         self.e1, self.e2, self.selector = e1, e2, selector if selector is not None else e1
         self.k0, self.k_sum, self.alpha, self.candidates = k0, k_sum, alpha, candidates
-        self.weights = check_weights(weights)
+        self.weights, self.cover, self.cover_weight = check_weights(weights), cover, cover_weight
         self.backend = backend
         self.device = resolve_device("cpu" if backend == "faiss" and device == "auto" else device)
         self.vectors = vectors if vectors is not None else {}
@@ -204,27 +218,48 @@ class Retriever:
         if mode == "first_k":
             return [self._record([i for i in row if i >= 0], mode) for row in first_k(sessions, self.k_sum).tolist()]
         pools = unique_in_order(sessions).to(self.device)
+        sessions = sessions.to(self.device)
         rows = torch.from_numpy(first.rows).to(self.device)
+        weights = torch.from_numpy(first.scores).to(self.device).div(COVER_TEMPERATURE).softmax(dim=1)
+        if self.cover_weight == "uniform":
+            weights = torch.ones_like(weights)
         vectors = torch.from_numpy(self.selector.encode_queries(queries)).to(self.device)
         chunks = self._tensor(self.chunk_vectors(self.selector))
         summaries = self._tensor(self.session_vectors(self.selector))
         per_query = rows.shape[1] * pools.shape[1] + (rows.shape[1] + pools.shape[1]) * vectors.shape[1]
         records: list[Signature] = []
         for part in torch.arange(len(queries), device=self.device).split(max(1, _ELEMENTS // per_query)):
-            records += self._select(vectors[part], chunks[rows[part]], summaries, pools[part])
+            records += self._select(
+                vectors[part], chunks[rows[part]], summaries, pools[part], sessions[part], weights[part]
+            )
         return records
 
     def _select(
-        self, queries: torch.Tensor, chunks: torch.Tensor, summaries: torch.Tensor, pools: torch.Tensor
+        self,
+        queries: torch.Tensor,  # (B, d)
+        chunks: torch.Tensor,  # (B, C, d)
+        summaries: torch.Tensor,  # (S, d)
+        pools: torch.Tensor,  # (B, H) rows of summaries, -1 padded
+        sessions: torch.Tensor,  # (B, C) session of each chunk
+        weights: torch.Tensor,  # (B, C)
     ) -> list[Signature]:
-        """Choose signatures of B queries (B, d) with chunks (B, C, d) and pools (B, H) of rows of summaries (S, d)."""
+        """Choose the signatures of B queries."""
         mask = pools >= 0
         units = summaries[pools.clamp(min=0)]
         with full_float32(self.device):
             columns = units.transpose(1, 2)
             query_sim = torch.bmm(queries[:, None, :], columns)[:, 0]
+            cover_sim = torch.bmm(chunks, columns)
+            if self.cover == "member":
+                cover_sim = cover_sim.masked_fill_(sessions[:, :, None] == pools[:, None, :], 1.0)
             found = select_signature(
-                query_sim, torch.bmm(chunks, columns), torch.bmm(units, columns), self.k_sum, self.weights, mask
+                query_sim,
+                cover_sim,
+                torch.bmm(units, columns),
+                self.k_sum,
+                self.weights,
+                mask,
+                cover_weight=weights,
             )
             picked = torch.where(found.indices >= 0, pools.gather(1, found.indices.clamp(min=0)), -1)
         records = []

@@ -87,15 +87,25 @@ def test_pools_are_sessions_of_the_best_chunks_in_rank_order(mindscape: Mindscap
         assert (np.diff(pool.scores) <= 0).all()
 
 
-def test_coverage_signatures_equal_the_objective_on_each_query_alone(mindscape: Mindscape) -> None:
+@pytest.mark.parametrize("cover", ["member", "semantic"])
+@pytest.mark.parametrize("weight", ["e1_score", "uniform"])
+def test_coverage_signatures_equal_the_objective_on_each_query_alone(
+    mindscape: Mindscape, cover: str, weight: str
+) -> None:
     e1, selector = WordEncoder("one"), WordEncoder("select", 48)
-    signatures = Retriever(mindscape, e1, selector=selector, k0=6, k_sum=3).signatures(QUERIES)
+    signatures = Retriever(mindscape, e1, selector=selector, k0=6, k_sum=3, cover=cover, cover_weight=weight).signatures(QUERIES)
     for query, signature in zip(QUERIES, signatures, strict=True):
         rows, pool = naive_pool(mindscape, e1, query, 6)
         q = torch.from_numpy(selector.encode_queries([query]))
         chunks = torch.from_numpy(selector.encode_documents([mindscape.chunks[i].text for i in rows]))
         units = torch.from_numpy(selector.encode_documents([mindscape.sessions[i].summary for i in pool]))
-        found = select_signature(q @ units.T, (chunks @ units.T)[None], (units @ units.T)[None], 3)
+        covered = chunks @ units.T
+        if cover == "member":
+            for c, row in enumerate(rows):
+                covered[c, pool.index(int(mindscape.session_of[row]))] = 1.0
+        scores = e1.encode_documents([mindscape.chunks[i].text for i in rows]) @ e1.encode_queries([query])[0]
+        weights = torch.from_numpy(np.exp(scores / 0.05))[None] if weight == "e1_score" else None
+        found = select_signature(q @ units.T, covered[None], (units @ units.T)[None], 3, cover_weight=weights)
         chosen = [pool[i] for i in found.indices[0].tolist() if i >= 0]
         assert signature.session_ids == tuple(mindscape.sessions[i].id for i in chosen)
         assert signature.texts == tuple(mindscape.sessions[i].summary for i in sorted(chosen))

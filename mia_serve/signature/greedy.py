@@ -42,6 +42,7 @@ def select_signature(
     weights: Sequence[float] = DEFAULT_WEIGHTS,
     pool_mask: torch.Tensor | None = None,
     cover_mask: torch.Tensor | None = None,
+    cover_weight: torch.Tensor | None = None,
 ) -> Selection:
     """Choose up to k units a query that greedily maximise F = λ_Q f_Q + λ_C f_C + λ_D f_D.
 
@@ -57,6 +58,8 @@ def select_signature(
         weights: λ_Q, λ_C, λ_D, each ≥ 0.
         pool_mask: True where a unit is real, (B, H).
         cover_mask: True where a chunk is real, (B, C).
+        cover_weight: Weight ≥ 0 of each chunk in f_C, (B, C), scaled to sum to 1; None: all alike. Any weights keep F
+            monotone submodular.
 
     Returns:
         Indices, gains, terms and values on the inputs' device, float32 or float64.
@@ -66,7 +69,7 @@ def select_signature(
     """
     check_k(k)
     lambdas = check_weights(weights)
-    sims = check_similarities(query_sim, cover_sim, unit_sim, pool_mask, cover_mask)
+    sims = check_similarities(query_sim, cover_sim, unit_sim, pool_mask, cover_mask, cover_weight)
     batch, chunks, units = sims.cover.shape
     device, dtype = sims.cover.device, sims.cover.dtype
     # Equal units come with cosines that differ in the last bits; without a tolerance those bits would choose.

@@ -26,7 +26,7 @@ class Similarities(NamedTuple):
         cover: s⁺(c, h), (B, C, H); rows of masked chunks and columns of masked units are zero.
         unit: s⁺(h, h'), (B, H, H).
         pool_mask: True where a unit may be chosen, (B, H).
-        cover_weight: 1/|C_0| where a chunk counts, 0 elsewhere, (B, C).
+        cover_weight: Weight of each chunk in f_C, sums to 1 over the chunks that count, (B, C).
     """
 
     query: torch.Tensor
@@ -66,6 +66,7 @@ def check_similarities(
     unit_sim: torch.Tensor,
     pool_mask: torch.Tensor | None = None,
     cover_mask: torch.Tensor | None = None,
+    cover_weight: torch.Tensor | None = None,
 ) -> Similarities:
     """Check shapes and values, then clamp cosines to s⁺ = max(0, cos) in at least float32.
 
@@ -77,9 +78,11 @@ def check_similarities(
         unit_sim: cos(h, h'), (B, H, H).
         pool_mask: True where a unit is real, (B, H); None: all are.
         cover_mask: True where a chunk is real, (B, C); None: all are.
+        cover_weight: Weight ≥ 0 of each chunk, (B, C), scaled here to sum to 1; None: all alike.
 
     Raises:
-        MiaError: If shapes or devices disagree, or a value is not a cosine (NaN, infinite, outside [-1, 1]).
+        MiaError: If shapes or devices disagree, a weight is negative or not finite, or a value is not a cosine (NaN,
+            infinite, outside [-1, 1]).
     """
     shapes = f"query_sim {tuple(query_sim.shape)}, cover_sim {tuple(cover_sim.shape)}, unit_sim {tuple(unit_sim.shape)}"
     if query_sim.ndim != 2 or cover_sim.ndim != 3 or unit_sim.ndim != 3:
@@ -106,7 +109,17 @@ def check_similarities(
         _check_cosines(name, values)
     if unit.numel() and float((unit - unit.transpose(1, 2)).abs().max()) > _SYMMETRY_SLACK:
         raise MiaError("unit_sim is not symmetric: give cos(h, h') of one set of units against itself")
-    weight = cover.to(dtype) / cover.sum(dim=1, keepdim=True).clamp(min=1)
+    weight = cover.to(dtype)
+    if cover_weight is not None:
+        given = cover_weight.to(dtype)
+        if given.shape != (batch, chunks) or given.device != device:
+            raise MiaError(
+                f"cover_weight {tuple(given.shape)} on {given.device}: expected {(batch, chunks)} on {device}"
+            )
+        if not bool((torch.isfinite(given) & (given >= 0) | ~cover).all()):
+            raise MiaError("cover_weight holds a negative or non-finite number: give weights >= 0")
+        weight = torch.where(cover, given, 0)
+    weight = weight / weight.sum(dim=1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
     return Similarities(query.clamp_(0, 1), covering.clamp_(0, 1), unit.clamp_(0, 1), pool, weight)
 
 
@@ -120,6 +133,7 @@ def set_function_value(
     weights: Sequence[float] = DEFAULT_WEIGHTS,
     pool_mask: torch.Tensor | None = None,
     cover_mask: torch.Tensor | None = None,
+    cover_weight: torch.Tensor | None = None,
 ) -> SetValue:
     """Evaluate F on given sets of units, one set a query.
 
@@ -135,6 +149,7 @@ def set_function_value(
         weights: λ_Q, λ_C, λ_D.
         pool_mask: True where a unit is real, (B, H).
         cover_mask: True where a chunk is real, (B, C).
+        cover_weight: Weight of each chunk in f_C, (B, C); None: all alike.
 
     Returns:
         Terms (B, 3) and values (B,).
@@ -144,7 +159,7 @@ def set_function_value(
     """
     check_k(k)
     lambdas = check_weights(weights)
-    sims = check_similarities(query_sim, cover_sim, unit_sim, pool_mask, cover_mask)
+    sims = check_similarities(query_sim, cover_sim, unit_sim, pool_mask, cover_mask, cover_weight)
     batch, units = sims.query.shape
     if sets.ndim != 2 or sets.shape[0] != batch or sets.is_floating_point():
         raise MiaError(f"sets {tuple(sets.shape)} {sets.dtype}: expected ({batch}, S) integers padded with -1")

@@ -242,3 +242,24 @@ def test_wrong_weights_are_refused(weights) -> None:
 def test_wrong_mask_is_refused() -> None:
     with pytest.raises(ValueError, match="pool_mask"):
         select_signature(*make_inputs(16, 1, 3, 3), 2, pool_mask=torch.ones(1, 3))
+
+
+def test_cover_weight_by_hand_and_the_bound_still_holds() -> None:
+    # two chunks, each covered by one unit alone: the heavier chunk's unit comes first
+    query, unit = torch.zeros(1, 2), torch.eye(2)[None]
+    cover = torch.eye(2)[None]
+    light_first = select_signature(query, cover, unit, 1, (0, 1, 0), cover_weight=torch.tensor([[1.0, 3.0]]))
+    assert light_first.indices.tolist() == [[1]] and light_first.gains.tolist() == [[0.75]]
+    weight = torch.rand(4, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    query, cover, unit = make_inputs(5, 4, 7, 9)
+    found = select_signature(query, cover, unit, 3, cover_weight=weight)
+    sets = torch.tensor(list(itertools.combinations(range(7), 3)))
+    for b in range(4):
+        repeated = (t[b : b + 1].expand(len(sets), *t.shape[1:]) for t in (query, cover, unit))
+        weights = weight[b : b + 1].expand(len(sets), -1)
+        best = set_function_value(*repeated, sets, k=3, cover_weight=weights).value.max().item()
+        assert (1 - 1 / math.e) * best - 1e-9 <= found.value[b].item() <= best + 1e-9
+    same = select_signature(query, cover, unit, 3, cover_weight=torch.full((4, 9), 2.0))
+    assert torch.equal(same.indices, select_signature(query, cover, unit, 3).indices)
+    with pytest.raises(ValueError, match="give weights >= 0"):
+        select_signature(query, cover, unit, 3, cover_weight=-weight)

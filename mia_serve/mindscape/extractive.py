@@ -1,0 +1,107 @@
+"""The extractive default summary: no language model, only sentences picked by an encoder."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mia_serve.core import MiaError
+from mia_serve.mindscape.sentences import count_words, first_words, is_cjk, join_sentences, split_sentences, split_terms
+
+# Shorter sentences ("Yes," said he.) say little on their own; they are used only in a window that has nothing else.
+_FEW_WORDS = 5
+
+# Sentences of a window that are encoded (more for long summaries): a window of 20 passages has about 100, and encoding
+# them all costs as much as encoding the passages themselves and names the right session no better.
+_CANDIDATES = 12
+
+
+class DocumentEncoder(Protocol):
+    """What is needed of an encoder here; `mia_serve.core.Encoder` has it."""
+
+    def encode_documents(self, texts: list[str]) -> np.ndarray:
+        """Encode texts to (n, d) float32 unit rows."""
+        ...
+
+
+def extractive_summaries(
+    windows: Sequence[Sequence[str]], titles: Sequence[str], encoder: DocumentEncoder, max_words: int = 60
+) -> list[str]:
+    """Summarise each window by its most central sentences.
+
+    Of each window the dozen sentences richest in the window's own words (tf-idf against the other windows) are encoded,
+    all windows in one call. Those nearest to their mean vector are taken, nearest first, while they fit into the bound,
+    and are put back into text order behind the title.
+
+    Args:
+        windows: The chunk texts of each window.
+        titles: One title a window, `""` for none.
+        encoder: Encodes the sentences (as documents).
+        max_words: Most words of a summary, the title included; a CJK character counts as a word.
+
+    Returns:
+        One summary a window.
+
+    Raises:
+        MiaError: Titles and windows differ in number, the bound is below 1, or a window holds no text.
+    """
+    if len(windows) != len(titles):
+        raise MiaError(f"{len(windows)} windows but {len(titles)} titles: give one a window (an empty one is fine)")
+    if max_words < 1:
+        raise MiaError(f"max_words is {max_words}: it must be at least 1")
+    if not windows:
+        return []
+    sentences = _richest([_sentences(window, i) for i, window in enumerate(windows)], max(_CANDIDATES, max_words // 5))
+    vectors = encoder.encode_documents([sentence for window in sentences for sentence in window])
+    summaries = []
+    end = 0
+    for window, title in zip(sentences, titles, strict=True):
+        start, end = end, end + len(window)
+        rows = np.asarray(vectors[start:end], dtype=np.float32)
+        # Stable sort: of two sentences equally near, the earlier one.
+        order = np.argsort(-(rows @ rows.mean(axis=0)), kind="stable")
+        summaries.append(_summary(window, order, " ".join(title.split()), max_words))
+    return summaries
+
+
+def _sentences(window: Sequence[str], index: int) -> list[str]:
+    """The distinct sentences of a window, the very short ones left out unless there are no others."""
+    sentences = list(dict.fromkeys(s for text in window for s in split_sentences(text)))
+    if not sentences:
+        raise MiaError(f"window {index} holds no text: drop its chunks or give their texts")
+    return [s for s in sentences if count_words(s) >= _FEW_WORDS] or sentences
+
+
+def _richest(windows: list[list[str]], n: int) -> list[list[str]]:
+    """Keep the n sentences of each window that hold most of its own words, in text order."""
+    terms = [[set(split_terms(sentence)) for sentence in window] for window in windows]
+    counts = [Counter(term for sentence in window for term in sentence) for window in terms]
+    spread = Counter(term for window in counts for term in window)
+    kept = []
+    for window, of_sentence, count in zip(windows, terms, counts, strict=True):
+        weight = {term: tf * math.log((1 + len(windows)) / spread[term]) for term, tf in count.items()}
+        # Divided by the root of the length: neither the longest sentence nor the shortest wins by its length alone.
+        scores = [sum(sorted(weight[t] for t in own)) / math.sqrt(max(1, len(own))) for own in of_sentence]
+        rows = np.argsort(-np.array(scores), kind="stable")[:n]
+        kept.append([window[row] for row in sorted(rows.tolist())])
+    return kept
+
+
+def _summary(sentences: list[str], order: np.ndarray, title: str, max_words: int) -> str:
+    left = max_words - count_words(title)
+    if title and left < 1:
+        return first_words(title, max_words)
+    taken = []
+    for row in order.tolist():
+        words = count_words(sentences[row])
+        if words <= left:
+            taken.append(row)
+            left -= words
+    body = [sentences[row] for row in sorted(taken)] or [first_words(sentences[int(order[0])], left)]
+    if title and title[-1] not in ".!?。！？…":
+        title += "。" if is_cjk(title) else "."
+    return join_sentences([title, *body] if title else body)

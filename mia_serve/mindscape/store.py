@@ -1,0 +1,226 @@
+"""A mindscape on disk: two Parquet tables, vector files, and a manifest that vouches for all of them.
+
+    manifest.json      format, version, counts, summarizer; sha256 and size of every file; encoder hash of all vectors
+    chunks.parquet     id, text, session_id, book_id
+    sessions.parquet   id, book_id, chunk_ids, summary, title, date
+    vectors.NAME.npy   (rows, d), one row a chunk or one row a session
+
+The folder is written beside its place and renamed into it, so that a writer that dies leaves what was there before.
+Files are named relative to the folder, which can be moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mia_serve.core import MiaError
+from mia_serve.core.storage import recover, write_aside
+from mia_serve.mindscape.mindscape import Mindscape
+from mia_serve.mindscape.records import Chunk, Session
+
+FORMAT = "mia-mindscape"
+VERSION = 1
+MANIFEST = "manifest.json"
+
+_CHUNKS = "chunks.parquet"
+_SESSIONS = "sessions.parquet"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_BLOCK = 1 << 20
+
+
+def save(mindscape: Mindscape, path: str | Path, vectors: Mapping[str, tuple[np.ndarray, str]] | None = None) -> None:
+    """Write a mindscape; an older one at the same place is replaced whole, or not at all.
+
+    Args:
+        mindscape: What to write.
+        path: The folder; its parents are made.
+        vectors: Name -> ((rows, d) float array, one row a chunk or a session; `spec_hash` of the encoder that made it).
+
+    Raises:
+        MiaError: `path` holds something that is not a mindscape, or a vector file does not fit the mindscape.
+    """
+    path = Path(path).absolute()
+    vectors = dict(vectors or {})
+    for name, (array, spec_hash) in vectors.items():
+        _check_vectors(mindscape, name, array, spec_hash)
+    recover(path)
+    if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise MiaError(f"{path} exists and is not a mindscape: give a new folder, or remove it yourself")
+    with write_aside(path) as aside:
+        _write(mindscape, aside, vectors)
+
+
+def load(path: str | Path) -> Mindscape:
+    """Open a mindscape.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        MiaError: The folder is no mindscape, is incomplete, was altered, or is of a newer format.
+    """
+    import pyarrow.parquet as pq
+
+    path, manifest = _open(path)
+    for name in (_CHUNKS, _SESSIONS):
+        _verify(path, manifest, name)
+    chunks = tuple(Chunk(**row) for row in pq.read_table(path / _CHUNKS).to_pylist())
+    sessions = tuple(
+        Session(**{**row, "chunk_ids": tuple(row["chunk_ids"])}) for row in pq.read_table(path / _SESSIONS).to_pylist()
+    )
+    if (len(chunks), len(sessions)) != (manifest["chunks"], manifest["sessions"]):
+        raise _altered(
+            path / MANIFEST,
+            f"it counts {manifest['chunks']} chunks and {manifest['sessions']} sessions, "
+            f"the tables hold {len(chunks)} and {len(sessions)}",
+        )
+    return Mindscape(chunks, sessions, manifest["summarizer"])
+
+
+def load_vectors(path: str | Path, name: str, spec_hash: str) -> np.ndarray:
+    """Memory-map a vector file, read-only.
+
+    Args:
+        path: The mindscape's folder.
+        name: Name under which the vectors were saved.
+        spec_hash: `Encoder.spec_hash` of the encoder that is going to be used with them.
+
+    Returns:
+        (rows, d) array as it was saved.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        MiaError: No vectors of that name, made by another encoder, incomplete or altered.
+    """
+    path, manifest = _open(path)
+    found = manifest["vectors"].get(name)
+    if found is None:
+        have = ", ".join(sorted(manifest["vectors"])) or "none"
+        raise MiaError(f"{path} has no vectors {name!r} (it has: {have}): embed the mindscape under that name")
+    if found["spec_hash"] != spec_hash:
+        raise MiaError(
+            f"vectors {name!r} of {path} were made by encoder {found['spec_hash']}, the one given is {spec_hash}: "
+            "use the encoder that made them, or embed the mindscape again with this one"
+        )
+    _verify(path, manifest, found["file"])
+    array = np.load(path / found["file"], mmap_mode="r", allow_pickle=False)
+    if array.shape != (found["rows"], found["dim"]):
+        raise _altered(path / found["file"], f"its shape is {array.shape}, not {(found['rows'], found['dim'])}")
+    return array
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """Read the manifest of a mindscape (counts, summarizer, vector files) without opening its tables.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        MiaError: The folder is no mindscape, is incomplete, or is of a newer format.
+    """
+    return _open(path)[1]
+
+
+def _write(mindscape: Mindscape, folder: Path, vectors: Mapping[str, tuple[np.ndarray, str]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.string()
+    chunk_schema = pa.schema([(name, text) for name in ("id", "text", "session_id", "book_id")])
+    session_schema = pa.schema(
+        [
+            ("id", text),
+            ("book_id", text),
+            ("chunk_ids", pa.list_(text)),
+            ("summary", text),
+            ("title", text),
+            ("date", text),
+        ]
+    )
+    # vars() and not asdict(): no deep copy of every text.
+    pq.write_table(pa.Table.from_pylist([vars(c) for c in mindscape.chunks], chunk_schema), folder / _CHUNKS)
+    pq.write_table(pa.Table.from_pylist([vars(s) for s in mindscape.sessions], session_schema), folder / _SESSIONS)
+    entries = {}
+    for name, (array, spec_hash) in vectors.items():
+        file = f"vectors.{name}.npy"
+        np.save(folder / file, array, allow_pickle=False)
+        entries[name] = {"file": file, "spec_hash": spec_hash, "rows": array.shape[0], "dim": array.shape[1]}
+    files = {}
+    for item in sorted(folder.iterdir()):
+        files[item.name] = {"sha256": _sha256(item), "bytes": item.stat().st_size}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "summarizer": mindscape.summarizer,
+        "books": len({c.book_id for c in mindscape.chunks}),
+        "sessions": len(mindscape.sessions),
+        "chunks": len(mindscape.chunks),
+        "vectors": entries,
+        "files": files,
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _open(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    path = Path(path).absolute()
+    recover(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"no mindscape at {path}: give the folder that `mia-serve mindscape build` wrote")
+    if not (path / MANIFEST).is_file():
+        raise MiaError(f"{path} is not a mindscape, or was never finished: it has no {MANIFEST}; build it again")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        name, version = manifest["format"], manifest["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _altered(path / MANIFEST, f"it cannot be read ({error.__class__.__name__})") from None
+    if name != FORMAT or version != VERSION:
+        raise MiaError(f"{path} is {name} version {version}: this MiA reads {FORMAT} version {VERSION}; build it again")
+    missing = {"summarizer", "books", "sessions", "chunks", "vectors", "files"} - manifest.keys()
+    if missing:
+        raise _altered(path / MANIFEST, f"it lacks {', '.join(sorted(missing))}")
+    for file, facts in manifest["files"].items():
+        if Path(file).name != file or not (path / file).is_file():
+            raise _altered(path / file, "it is missing")
+        if (path / file).stat().st_size != facts["bytes"]:
+            raise _altered(path / file, f"it has {(path / file).stat().st_size} bytes, not {facts['bytes']}")
+    return path, manifest
+
+
+def _verify(path: Path, manifest: dict[str, Any], file: str) -> None:
+    facts = manifest["files"].get(file)
+    if facts is None or _sha256(path / file) != facts["sha256"]:
+        raise _altered(path / file, "its sha256 is not the manifest's")
+
+
+def _altered(file: Path, why: str) -> MiaError:
+    return MiaError(f"{file} is incomplete or was altered: {why}; build the mindscape again")
+
+
+def _check_vectors(mindscape: Mindscape, name: str, array: np.ndarray, spec_hash: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise MiaError(f"vectors {name!r}: a name is made of letters, digits, - and _")
+    if not spec_hash:
+        raise MiaError(f"vectors {name!r} come without a spec_hash: give the spec_hash of the encoder that made them")
+    allowed = {len(mindscape.chunks), len(mindscape.sessions)}
+    if array.ndim != 2 or array.shape[0] not in allowed or array.dtype.kind != "f":
+        raise MiaError(
+            f"vectors {name!r} are {array.dtype} {array.shape}: give floats of shape (n, d) with "
+            f"n = {len(mindscape.chunks)} chunks or {len(mindscape.sessions)} sessions"
+        )
+    for start in range(0, len(array), 4096):  # in blocks, so that a memmap larger than memory passes
+        bad = ~np.isfinite(array[start : start + 4096]).all(axis=1)
+        if bad.any():
+            raise MiaError(
+                f"vectors {name!r} hold NaN or infinity in row {start + int(bad.argmax())}: encode that row again"
+            )
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as handle:
+        while block := handle.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
