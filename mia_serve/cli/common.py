@@ -1,0 +1,238 @@
+"""What the commands share: where output goes, which encoder is meant, and the checks made before anything loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+if TYPE_CHECKING:
+    from mia_serve.core import Encoder
+
+#: Optional file of a checkpoint: the base and E1 that it was trained with, defaults of --base and --e1.
+RUN_FILE = "mia_run.json"
+NONE = "none"
+
+
+class Data(StrEnum):
+    """Benchmarks that ``--data`` knows."""
+
+    saltmarsh = "saltmarsh"
+    fairytaleqa = "fairytaleqa"
+    qmsum = "qmsum"
+    locomo = "locomo"
+
+
+class Backend(StrEnum):
+    """Index backends."""
+
+    auto = "auto"
+    torch = "torch"
+    faiss = "faiss"
+
+
+class Candidates(StrEnum):
+    """What E2 ranks."""
+
+    all = "all"
+    e1_topk = "e1_topk"
+
+
+class Cover(StrEnum):
+    """What a session covers in the signature's objective."""
+
+    member = "member"
+    semantic = "semantic"
+
+
+class CoverWeight(StrEnum):
+    """How the pool's chunks count in the signature's objective."""
+
+    e1_score = "e1_score"
+    uniform = "uniform"
+
+
+class Mode(StrEnum):
+    """Ways to choose a signature."""
+
+    coverage = "coverage"
+    first_k = "first_k"
+
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to FILE; - prints JSON alone on stdout.")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
+BackendOption = Annotated[Backend, typer.Option(help="Index backend.")]
+AlphaOption = Annotated[
+    float | None, typer.Option(min=0.0, max=1.0, help="Weight of the signature-aware view; the encoder's by default.")
+]
+K0Option = Annotated[int, typer.Option("--k0", min=1, help="E1's best chunks whose sessions form the pool.")]
+CoverOption = Annotated[Cover, typer.Option(help="A session covers its members, or all by cosine (the paper's).")]
+CoverWeightOption = Annotated[
+    CoverWeight, typer.Option("--cover-weight", help="Chunks count by E1's score, or all alike (the paper's).")
+]
+KSumOption = Annotated[int, typer.Option("--k-sum", min=1, help="Sessions in a signature.")]
+
+
+class RunDefaults(NamedTuple):
+    """Name the encoders that a checkpoint was trained with, where it says so."""
+
+    base: str | None = None
+    e1: str | None = None
+
+
+def write_file(path: str | Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    target = Path(path)
+    handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # mkstemp makes the file private; give it the mode that the user's umask asks for.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(aside, 0o666 & ~mask)
+        os.replace(aside, target)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def emit(text: str, record: Any, json_to: str | None) -> None:
+    """Print text for people, and JSON where it was asked for.
+
+    With ``-`` the JSON is all that stdout gets and the text goes to stderr.
+
+    Args:
+        text: Table or lines, newline at the end.
+        record: JSON-ready value.
+        json_to: The ``--json`` option.
+    """
+    typer.echo(text, nl=False, err=json_to == "-")
+    if json_to is None:
+        return
+    lines = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if json_to == "-":
+        typer.echo(lines, nl=False)
+    else:
+        write_file(json_to, lines)
+
+
+def check_output(path: str | Path | None, what: str, *, overwrite: bool = True) -> None:
+    """Refuse an output path that could not be written, before any work is done.
+
+    Raises:
+        ValueError: It is a folder where a file is meant, or exists and must not be replaced.
+        FileNotFoundError: Its folder does not exist.
+    """
+    if path is None or path == "-":
+        return
+    target = Path(path)
+    if not target.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{what} {str(path)!r}: its folder does not exist; create it first")
+    if overwrite and target.is_dir():
+        raise ValueError(f"{what} {str(path)!r} is a folder; give a file")
+    if not overwrite and target.exists():
+        raise ValueError(f"{what} {str(path)!r} exists; give a new path or remove it first")
+
+
+def check_query(text: str) -> None:
+    """Refuse a query without text.
+
+    Raises:
+        ValueError: The query is empty.
+    """
+    if not text.strip():
+        raise ValueError("--query is empty; give the question to search for")
+
+
+def check_folder(path: Path, what: str) -> None:
+    """Refuse a folder that is not there.
+
+    Raises:
+        FileNotFoundError: Nothing is there, or not a folder.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"{what} {str(path)!r}: no such folder")
+
+
+def progress() -> Callable[[str], None]:
+    """Return a printer of progress lines: on stderr for people, silent in logs and pipes."""
+    if not sys.stderr.isatty():
+        return lambda line: None
+    return lambda line: typer.echo(line, err=True)
+
+
+def load_encoder(name: str, device: str, cache: dict[str, Encoder] | None = None) -> Encoder:
+    """Open an encoder; the same name opens once where a cache is given."""
+    from transformers.utils import logging as transformers_logging
+
+    from mia_serve.core import Encoder
+
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    if cache is not None and name in cache:
+        return cache[name]
+    encoder = Encoder.load(name, device=device)
+    if cache is not None:
+        cache[name] = encoder
+    return encoder
+
+
+def run_defaults(checkpoint: str | None) -> RunDefaults:
+    """Read which base and E1 a checkpoint names in its ``mia_run.json``; the base of its spec where that is missing.
+
+    Relative paths are resolved from the checkpoint's folder.
+
+    Raises:
+        ValueError: The file is not valid JSON or holds something else than names.
+    """
+    if checkpoint is None or not Path(checkpoint).is_dir():
+        return RunDefaults()
+    folder = Path(checkpoint)
+    path = folder / RUN_FILE
+    if not path.is_file():
+        spec = folder / "mia_encoder.json"
+        record = _read_object(spec) if spec.is_file() else {}
+        return RunDefaults(_resolve(record.get("base"), folder, spec))
+    record = _read_object(path)
+    unknown = sorted(set(record) - {"base", "e1"})
+    if unknown:
+        raise ValueError(f"{path}: unknown key {unknown[0]!r}; allowed: base, e1")
+    return RunDefaults(_resolve(record.get("base"), folder, path), _resolve(record.get("e1"), folder, path))
+
+
+def chosen(option: str | None, default: str | None) -> str | None:
+    """Return the option, else the default; ``none`` drops either."""
+    name = default if option is None else option
+    return None if name is None or name.lower() == NONE else name
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); write it again or remove it") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds a {type(record).__name__}; it must hold an object")
+    return record
+
+
+def _resolve(name: object, folder: Path, source: Path) -> str | None:
+    if name is None:
+        return None
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{source}: {name!r} is no encoder; give a folder, a hub id or package:module/path")
+    if name.startswith("package:") or Path(name).is_absolute():
+        return name
+    inside = folder / name
+    # A hub id looks like a relative path too: only what exists, or plainly is a path, is taken for one.
+    return os.path.normpath(inside) if inside.is_dir() or name.startswith(".") else name

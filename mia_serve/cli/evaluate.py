@@ -1,0 +1,142 @@
+"""``mia-serve eval``: measure on a benchmark."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mia_serve.cli.common import (
+    AlphaOption,
+    Backend,
+    BackendOption,
+    Candidates,
+    Cover,
+    CoverOption,
+    CoverWeight,
+    CoverWeightOption,
+    Data,
+    DeviceOption,
+    JsonOption,
+    K0Option,
+    KSumOption,
+    check_output,
+    chosen,
+    emit,
+    load_encoder,
+    progress,
+    run_defaults,
+    write_file,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from mia_serve.core import Encoder, EncoderSpec
+
+
+class _Summariser:
+    """Open the encoder of extractive summaries when a benchmark asks for them, after it has checked its files."""
+
+    def __init__(self, load: Callable[[], Encoder]) -> None:
+        self._load = load
+
+    @property
+    def spec(self) -> EncoderSpec:
+        """Spec of the encoder, which the summaries' record names."""
+        return self._load().spec
+
+    def encode_documents(self, texts: list[str]) -> np.ndarray:
+        """Encode texts to (n, d) float32 unit rows."""
+        return self._load().encode_documents(texts)
+
+
+app = typer.Typer(help="Measure on a benchmark.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Measure on a benchmark."""
+
+
+@app.command("retrieval")
+def retrieval(
+    data: Annotated[Data, typer.Option(help="Benchmark.")] = Data.saltmarsh,
+    split: Annotated[str | None, typer.Option(help="Split of the questions.")] = None,
+    series: Annotated[bool, typer.Option("--series", help="Pool all books or conversations in one haystack.")] = False,
+    encoder: Annotated[str | None, typer.Option(metavar="E2_DIR", help="E2, retriever of (query, signature).")] = None,
+    e1: Annotated[str | None, typer.Option("--e1", help="E1; by default what E2 names, none drops it.")] = None,
+    base: Annotated[str | None, typer.Option(help="Untrained; by default what E2 names, none drops it.")] = None,
+    selector: Annotated[str | None, typer.Option(help="Encoder that chooses the signature; E1 by default.")] = None,
+    alpha: AlphaOption = None,
+    k0: K0Option = 50,
+    k_sum: KSumOption = 5,
+    cover: CoverOption = Cover.member,
+    cover_weight: CoverWeightOption = CoverWeight.e1_score,
+    candidates: Annotated[Candidates, typer.Option(help="What E2 ranks.")] = Candidates.all,
+    backend: BackendOption = Backend.auto,
+    device: DeviceOption = "auto",
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first N questions only.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the shuffled control and the resamples.")] = 0,
+    n_boot: Annotated[int, typer.Option("--n-boot", min=1, help="Resamples for the intervals.")] = 10_000,
+    oracle: Annotated[bool, typer.Option("--oracle", help="Add a row that is told the gold session.")] = False,
+    per_query: Annotated[str | None, typer.Option(metavar="FILE", help="Write the scores of every question.")] = None,
+    json_to: JsonOption = None,
+) -> None:
+    """Print what E1, E2 and its signature are worth, with 95 % intervals over books or conversations."""
+    check_output(json_to, "--json")
+    check_output(per_query, "--per-query")
+    if per_query == "-":
+        raise ValueError("--per-query - : give a file; stdout is for the table or --json -")
+    defaults = run_defaults(encoder)
+    names = {
+        "base": chosen(base, defaults.base),
+        "e1": chosen(e1, defaults.e1),
+        "e2": chosen(encoder, None),
+        "selector": chosen(selector, None),
+    }
+    if names["base"] is None and names["e1"] is None:
+        raise ValueError("no first-stage encoder: give --base or --e1 (the checkpoint of --encoder names neither)")
+
+    # Only now what takes seconds to import: a mistyped option has been answered already.
+    from mia_serve.core.load import resolve_folder
+    from mia_serve.eval.datasets import load_benchmark
+    from mia_serve.eval.retrieval import DEFAULT_ROWS, evaluate_retrieval
+
+    say = progress()
+    for name in filter(None, names.values()):
+        resolve_folder(name)
+    cache: dict[str, Encoder] = {}
+    # One encoder writes the extractive summaries of every run: the untrained one, so that rows stay comparable.
+    summariser = _Summariser(lambda: load_encoder(names["base"] or names["e1"] or "", device, cache))
+    benchmark = load_benchmark(data.value, split, series, encoder=summariser, limit=limit)
+    loaded: dict[str, Encoder | None] = {}
+    for role, given in names.items():
+        if given is not None:
+            say(f"loading {role}: {given}")
+        loaded[role] = None if given is None else load_encoder(given, device, cache)
+    report = evaluate_retrieval(
+        benchmark,
+        base=loaded["base"],
+        e1=loaded["e1"],
+        e2=loaded["e2"],
+        selector=loaded["selector"],
+        k0=k0,
+        k_sum=k_sum,
+        cover=cover.value,
+        cover_weight=cover_weight.value,
+        alpha=alpha,
+        candidates=candidates.value,
+        backend=backend.value,
+        seed=seed,
+        rows=(*DEFAULT_ROWS, "oracle") if oracle else None,
+        n_boot=n_boot,
+        progress=say,
+    )
+    record = report.to_dict()
+    record["settings"] |= {"limit": limit, "device": device, "names": names}
+    if per_query is not None:
+        write_file(per_query, report.query_lines())
+    emit(report.to_text(), record, json_to)

