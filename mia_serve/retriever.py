@@ -73,6 +73,8 @@ class Retriever:
             its summary; or "semantic", all by cosine.
         cover_weight: How the K₀ chunks count there: by "e1_score" (softmax) or "uniform". The papers' form is
             "semantic" and "uniform"; in a large collection it loses the right session far more often.
+        order: How the summaries of a signature are put before E2: in order of "selection", the best session first, or
+            of the "document", as the sessions lie in the mindscape.
         candidates: Second search over "all" chunks, or within the K₀ of E1 ("e1_topk", which caps recall there).
         backend: "auto", "torch" or "faiss" (see SessionIndex).
         device: Where vectors lie and signatures are chosen.
@@ -96,6 +98,7 @@ class Retriever:
         weights: Sequence[float] = DEFAULT_WEIGHTS,
         cover: str = "member",
         cover_weight: str = "e1_score",
+        order: str = "selection",
         candidates: str = "all",
         backend: str = "auto",
         device: str | torch.device = "auto",
@@ -105,6 +108,7 @@ class Retriever:
         check_count(k_sum, "k_sum")
         for setting, value, allowed in (
             ("candidates", candidates, ("all", "e1_topk")),
+            ("order", order, ("selection", "document")),
             ("cover", cover, ("member", "semantic")),
             ("cover_weight", cover_weight, ("e1_score", "uniform")),
         ):
@@ -116,7 +120,7 @@ class Retriever:
         self.e1, self.e2, self.selector = e1, e2, selector if selector is not None else e1
         self.k0, self.k_sum, self.alpha, self.candidates = k0, k_sum, alpha, candidates
         self.weights, self.cover, self.cover_weight = check_weights(weights), cover, cover_weight
-        self.backend = backend
+        self.order, self.backend = order, backend
         self.device = resolve_device("cpu" if backend == "faiss" and device == "auto" else device)
         self.vectors = vectors if vectors is not None else {}
         # A spec hash reads the weights, so it is taken once for each encoder.
@@ -277,7 +281,7 @@ class Retriever:
         sessions = self.mindscape.sessions
         return Signature(
             session_ids=tuple(sessions[i].id for i in chosen),
-            texts=tuple(sessions[i].summary for i in sorted(chosen)),  # sessions lie in document order
+            texts=tuple(sessions[i].summary for i in (chosen if self.order == "selection" else sorted(chosen))),
             gains=tuple(gains),
             terms=terms,
             mode=mode,

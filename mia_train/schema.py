@@ -122,7 +122,8 @@ class DataConfig(_Section):
     """Where rows come from and what one row gives a step.
 
     Attributes:
-        train: Files of rows (JSONL or Parquet) and benchmarks (``fairytaleqa:train``), taken together.
+        train: Files of rows (JSONL or Parquet) and benchmarks (``fairytaleqa:train``; with ``:series`` signatures and
+            hard negatives are sought in all books pooled), taken together.
         eval: Benchmark searched during training; None: no evaluation. Do not report on what picked the checkpoint.
         view: ``query`` trains E1 on the query alone, ``signature`` trains E2 on (query, signature).
         signature_encoder: E1 that chooses the signatures of benchmark rows; None: the untrained base.
@@ -152,8 +153,8 @@ class DataConfig(_Section):
             if is_row_file(source):
                 continue
             reference = parse_benchmark(source, TRAIN_BENCHMARKS)
-            if reference.split != "train" or reference.series:
-                raise ValueError(f"{source!r}: only '{reference.name}:train' is for training")
+            if reference.split != "train":
+                raise ValueError(f"{source!r}: only '{reference.name}:train' (or ':train:series') is for training")
         if len(set(value)) < len(value):
             raise ValueError("names the same source twice")
         return value

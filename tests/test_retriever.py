@@ -93,7 +93,9 @@ def test_coverage_signatures_equal_the_objective_on_each_query_alone(
     mindscape: Mindscape, cover: str, weight: str
 ) -> None:
     e1, selector = WordEncoder("one"), WordEncoder("select", 48)
-    signatures = Retriever(mindscape, e1, selector=selector, k0=6, k_sum=3, cover=cover, cover_weight=weight).signatures(QUERIES)
+    signatures = Retriever(
+        mindscape, e1, selector=selector, k0=6, k_sum=3, cover=cover, cover_weight=weight
+    ).signatures(QUERIES)
     for query, signature in zip(QUERIES, signatures, strict=True):
         rows, pool = naive_pool(mindscape, e1, query, 6)
         q = torch.from_numpy(selector.encode_queries([query]))
@@ -108,7 +110,7 @@ def test_coverage_signatures_equal_the_objective_on_each_query_alone(
         found = select_signature(q @ units.T, covered[None], (units @ units.T)[None], 3, cover_weight=weights)
         chosen = [pool[i] for i in found.indices[0].tolist() if i >= 0]
         assert signature.session_ids == tuple(mindscape.sessions[i].id for i in chosen)
-        assert signature.texts == tuple(mindscape.sessions[i].summary for i in sorted(chosen))
+        assert signature.texts == tuple(mindscape.sessions[i].summary for i in chosen)
         assert signature.gains == pytest.approx(found.gains[0, : len(chosen)].tolist(), abs=1e-6)
         assert signature.terms is not None
         assert signature.terms["value"] == pytest.approx(sum(signature.gains), abs=1e-6)
@@ -122,7 +124,11 @@ def test_first_k_signatures(mindscape: Mindscape) -> None:
     for query, signature in zip(QUERIES, signatures, strict=True):
         pool = naive_pool(mindscape, e1, query, 8)[1][:2]
         assert signature.session_ids == tuple(mindscape.sessions[i].id for i in pool)
-        assert signature.texts == tuple(mindscape.sessions[i].summary for i in sorted(pool))
+        assert signature.texts == tuple(mindscape.sessions[i].summary for i in pool)
+    ordered = Retriever(mindscape, e1, k0=8, k_sum=2, order="document").signatures(QUERIES, "first_k")
+    for signature, other in zip(signatures, ordered, strict=True):
+        rows = [i for i, session in enumerate(mindscape.sessions) if session.id in signature.session_ids]
+        assert other.texts == tuple(mindscape.sessions[i].summary for i in rows)
         assert signature.gains == () and signature.terms is None and signature.mode == "first_k"
 
 

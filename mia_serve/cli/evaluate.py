@@ -30,27 +30,7 @@ from mia_serve.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-
-    from mia_serve.core import Encoder, EncoderSpec
-
-
-class _Summariser:
-    """Open the encoder of extractive summaries when a benchmark asks for them, after it has checked its files."""
-
-    def __init__(self, load: Callable[[], Encoder]) -> None:
-        self._load = load
-
-    @property
-    def spec(self) -> EncoderSpec:
-        """Spec of the encoder, which the summaries' record names."""
-        return self._load().spec
-
-    def encode_documents(self, texts: list[str]) -> np.ndarray:
-        """Encode texts to (n, d) float32 unit rows."""
-        return self._load().encode_documents(texts)
+    from mia_serve.core import Encoder
 
 
 app = typer.Typer(help="Measure on a benchmark.", no_args_is_help=True)
@@ -78,7 +58,7 @@ def retrieval(
     candidates: Annotated[Candidates, typer.Option(help="What E2 ranks.")] = Candidates.all,
     backend: BackendOption = Backend.auto,
     device: DeviceOption = "auto",
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first N questions only.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use N questions, spread evenly over the split.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the shuffled control and the resamples.")] = 0,
     n_boot: Annotated[int, typer.Option("--n-boot", min=1, help="Resamples for the intervals.")] = 10_000,
     oracle: Annotated[bool, typer.Option("--oracle", help="Add a row that is told the gold session.")] = False,
@@ -109,9 +89,7 @@ def retrieval(
     for name in filter(None, names.values()):
         resolve_folder(name)
     cache: dict[str, Encoder] = {}
-    # One encoder writes the extractive summaries of every run: the untrained one, so that rows stay comparable.
-    summariser = _Summariser(lambda: load_encoder(names["base"] or names["e1"] or "", device, cache))
-    benchmark = load_benchmark(data.value, split, series, encoder=summariser, limit=limit)
+    benchmark = load_benchmark(data.value, split, series, limit=limit)
     loaded: dict[str, Encoder | None] = {}
     for role, given in names.items():
         if given is not None:

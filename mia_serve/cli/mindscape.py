@@ -53,7 +53,7 @@ def build(
     say = progress()
     if data is not None:
         say(f"loading {data.value}")
-        mindscape = _from_benchmark(data.value, split, model)
+        mindscape = _from_benchmark(data.value, split)
     else:
         say(f"cutting {len(files)} books")
         mindscape = _from_books(files, model, encoder, window, chunk_tokens, overlap)
@@ -102,11 +102,11 @@ def _book_files(folder: Path) -> list[Path]:
     return files
 
 
-def _from_benchmark(name: str, split: str | None, encoder: Encoder) -> Mindscape:
+def _from_benchmark(name: str, split: str | None) -> Mindscape:
     from mia_serve.eval.datasets import load_benchmark
 
     # All books pooled: a mindscape is the whole collection, whatever a benchmark asks of each book.
-    benchmark = load_benchmark(name, split, series=True, encoder=encoder)
+    benchmark = load_benchmark(name, split, series=True)
     return benchmark.haystacks[0].mindscape
 
 

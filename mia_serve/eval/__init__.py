@@ -1,0 +1,1 @@
+"""Benchmarks, metrics, intervals and the retrieval evaluation."""

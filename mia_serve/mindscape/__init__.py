@@ -2,6 +2,7 @@
 
 from mia_serve.mindscape.chunking import TextChunk, chunk_text
 from mia_serve.mindscape.extractive import extractive_summaries
+from mia_serve.mindscape.keywords import keyword_summaries
 from mia_serve.mindscape.mindscape import WINDOW, Mindscape, split_windows
 from mia_serve.mindscape.records import Book, Chunk, ConversationSession, Session
 
@@ -15,5 +16,6 @@ __all__ = [
     "TextChunk",
     "chunk_text",
     "extractive_summaries",
+    "keyword_summaries",
     "split_windows",
 ]

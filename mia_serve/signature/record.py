@@ -15,7 +15,7 @@ class Signature:
 
     Attributes:
         session_ids: Ids in order of selection; empty where only texts were given.
-        texts: Summaries in document order, as the encoder and the prompts read them.
+        texts: Summaries in the order in which the encoder reads them: that of selection or of the document.
         gains: Marginal gain of each pick, in order of selection; empty where nothing was maximised.
         terms: f_Q, f_C, f_D and the value of the set, or None.
         mode: How it was made: "coverage", "first_k" or "given".
@@ -29,7 +29,7 @@ class Signature:
 
     @property
     def text(self) -> str:
-        """Summaries in document order, one a line."""
+        """Summaries, one a line."""
         return "\n".join(self.texts)
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import logging
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mia_serve.core import MiaError
@@ -15,17 +14,6 @@ from mia_serve.eval.datasets.base import take_evenly
 from mia_serve.mindscape import Book, Mindscape
 
 needs_data = pytest.mark.skipif(not os.environ.get("MIA_DATA"), reason="MIA_DATA is not set: no benchmark files")
-
-
-class Lengths:
-    """Stands in for an encoder: every text gets the same vector, so the earliest sentences win."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def encode_documents(self, texts: list[str]) -> np.ndarray:
-        self.calls += 1
-        return np.ones((len(texts), 1), dtype=np.float32)
 
 
 def queries(benchmark):
@@ -135,9 +123,8 @@ def fairy(tmp_path: Path) -> Path:
 
 
 def test_fairytaleqa_a_haystack_is_the_whole_fairy_book(fairy):
-    encoder = Lengths()
-    b = load_benchmark("fairytaleqa", encoder=encoder, data_dir=fairy)
-    assert (b.split, encoder.calls) == ("val", 1)
+    b = load_benchmark("fairytaleqa", data_dir=fairy)
+    assert b.split == "val"
     (red,) = b.haystacks
     assert red.id == "red" and len(red.mindscape.chunks) == 25
     assert [(s.id, len(s.chunk_ids)) for s in red.mindscape.sessions] == [
@@ -145,8 +132,8 @@ def test_fairytaleqa_a_haystack_is_the_whole_fairy_book(fairy):
         ("the-fox:w0", 20),
         ("the-fox:w1", 1),
     ]
-    assert red.mindscape.sessions[0].summary.startswith("old rocket. Section 0 of the tale old-rocket begins here.")
-    assert red.mindscape.summarizer == "extractive(Lengths)"
+    assert red.mindscape.sessions[0].summary.startswith("old rocket. ")
+    assert red.mindscape.summarizer == "keywords"
     first, second = red.queries
     assert (first.id, first.gold, first.group, first.answer) == (
         "the-fox:q0",
@@ -155,31 +142,31 @@ def test_fairytaleqa_a_haystack_is_the_whole_fairy_book(fairy):
         "she",
     )
     assert second.gold == ("the-fox:5",)
-    series = load_benchmark("fairytaleqa", "val", series=True, encoder=encoder, data_dir=fairy)
+    series = load_benchmark("fairytaleqa", "val", series=True, data_dir=fairy)
     assert [len(h.mindscape.chunks) for h in series.haystacks] == [26]
+    # a story's summaries are the same alone and pooled: training and evaluation read the same signatures
+    assert {s.summary for s in red.mindscape.sessions} < {s.summary for s in series.haystacks[0].mindscape.sessions}
     assert [q.id for q in queries(series)] == ["the-fox:q0", "the-fox:q1"]
 
 
 def test_fairytaleqa_sections_numbered_alike_are_both_gold(fairy):
-    b = load_benchmark("fairytaleqa", "train", encoder=Lengths(), data_dir=fairy)
+    b = load_benchmark("fairytaleqa", "train", data_dir=fairy)
     assert [q.gold for q in queries(b)] == [("old-rocket:2", "old-rocket:2.2"), ("sea:1",)]
 
 
-def test_fairytaleqa_needs_an_encoder_and_its_files(fairy, monkeypatch):
-    with pytest.raises(MiaError, match="no summaries of its own: give an encoder"):
-        load_benchmark("fairytaleqa", data_dir=fairy)
+def test_fairytaleqa_needs_its_files(fairy, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"no fairytaleqa/test\.jsonl .* get it from github\.com"):
-        load_benchmark("fairytaleqa", "test", encoder=Lengths(), data_dir=fairy)
+        load_benchmark("fairytaleqa", "test", data_dir=fairy)
     monkeypatch.delenv("MIA_DATA", raising=False)
     with pytest.raises(MiaError, match="set MIA_DATA to the folder that holds fairytaleqa/val"):
-        load_benchmark("fairytaleqa", encoder=Lengths())
+        load_benchmark("fairytaleqa")
 
 
 def test_trn_42_files_are_found_under_the_data_folder_not_the_working_directory(fairy, tmp_path, monkeypatch):
     (tmp_path / "away").mkdir()
     monkeypatch.chdir(tmp_path / "away")
     monkeypatch.setenv("MIA_DATA", str(fairy))
-    assert len(queries(load_benchmark("fairytaleqa", encoder=Lengths()))) == 2
+    assert len(queries(load_benchmark("fairytaleqa"))) == 2
 
 
 def meeting(name: str, turns: int, spans: list[list[str]]) -> dict:
@@ -259,7 +246,7 @@ def test_locomo_reads_every_evidence_id_and_counts_what_it_drops(tmp_path, caplo
 )
 def test_unknown_names_and_splits(name, split, message):
     with pytest.raises(MiaError, match=message):
-        load_benchmark(name, split, encoder=Lengths(), data_dir="/nowhere")
+        load_benchmark(name, split, data_dir="/nowhere")
 
 
 def test_limit_takes_evenly():
@@ -306,6 +293,6 @@ def test_real_qmsum():
     reason="the counts are those of train and val alone",
 )
 def test_real_fairytaleqa():
-    b = load_benchmark("fairytaleqa", "val", series=True, encoder=Lengths())
+    b = load_benchmark("fairytaleqa", "val", series=True)
     assert sizes(b)[:2] == (1, 3730) and len(queries(b)) == 1025
-    assert len({q.group for q in queries(b)}) == len(load_benchmark("fairytaleqa", "val", encoder=Lengths()).haystacks)
+    assert len({q.group for q in queries(b)}) == len(load_benchmark("fairytaleqa", "val").haystacks)

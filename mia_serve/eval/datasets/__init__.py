@@ -7,7 +7,6 @@ from pathlib import Path
 from mia_serve.core import MiaError
 from mia_serve.eval.datasets import fairytaleqa, locomo, qmsum, saltmarsh
 from mia_serve.eval.datasets.base import Benchmark, Haystack, Query, duplicate_texts
-from mia_serve.mindscape.extractive import DocumentEncoder
 
 #: The benchmarks, each with the split used when none is named.
 BENCHMARKS = {"saltmarsh": "test", "fairytaleqa": "val", "qmsum": "val", "locomo": "all"}
@@ -18,7 +17,6 @@ def load_benchmark(
     split: str | None = None,
     series: bool = False,
     *,
-    encoder: DocumentEncoder | None = None,
     data_dir: str | Path | None = None,
     limit: int | None = None,
 ) -> Benchmark:
@@ -28,13 +26,12 @@ def load_benchmark(
         name: One of `BENCHMARKS`.
         split: Split of the questions; the one in `BENCHMARKS` when not given.
         series: Pool all books (or meetings, or conversations) into one haystack.
-        encoder: Makes the extractive summaries of benchmarks that have none (fairytaleqa).
         data_dir: Folder with the benchmarks' files; the one that the setting MIA_DATA names when not given.
             Saltmarsh is part of the package and needs none.
         limit: Most questions, evenly spread over the split.
 
     Raises:
-        MiaError: Unknown name or split, MIA_DATA not set, no encoder where one is needed, or bad data.
+        MiaError: Unknown name or split, MIA_DATA not set, or bad data.
         FileNotFoundError: The files are not there.
     """
     if name not in BENCHMARKS:
@@ -43,7 +40,7 @@ def load_benchmark(
     if name == "saltmarsh":
         return saltmarsh.load(split, series, limit)
     if name == "fairytaleqa":
-        return fairytaleqa.load(split, series, encoder, data_dir, limit)
+        return fairytaleqa.load(split, series, data_dir, limit)
     if name == "qmsum":
         return qmsum.load(split, series, data_dir, limit)
     return locomo.load(split, series, data_dir, limit)

@@ -17,8 +17,7 @@ from mia_serve.eval.datasets.base import (
     read_json_lines,
     take_evenly,
 )
-from mia_serve.mindscape import WINDOW, Book, Mindscape, extractive_summaries, split_windows
-from mia_serve.mindscape.extractive import DocumentEncoder
+from mia_serve.mindscape import WINDOW, Book, Mindscape, keyword_summaries, split_windows
 
 SOURCE = Source(
     "fairytaleqa",
@@ -30,24 +29,22 @@ SOURCE = Source(
 def load(
     split: str,
     series: bool,
-    encoder: DocumentEncoder | None,
     data_dir: str | Path | None = None,
     limit: int | None = None,
 ) -> Benchmark:
     """Load FairytaleQA: a section is a chunk, `{story}:{section}`, and a story is a book of windows of 20.
 
     A haystack is a fairy book with all its stories, those of the other splits too: the splits are by story, so a fairy
-    book mixes them. The data have no summaries; extractive ones are made, with the story's name as title.
+    book mixes them. The data have no summaries; keyword summaries are made, with the story's name as title.
 
     Args:
         split: `train`, `val` or `test`.
         series: Pool all fairy books.
-        encoder: Picks the sentences of the summaries.
         data_dir: Folder that holds `fairytaleqa/`; the one that MIA_DATA names when not given.
         limit: Most questions.
 
     Raises:
-        MiaError: No encoder, no such split, or a question whose sections are not in its story.
+        MiaError: No such split, or a question whose sections are not in its story.
         FileNotFoundError: The files are not there.
     """
     check_split(SOURCE, split)
@@ -61,19 +58,15 @@ def load(
             stories += [(other, row) for row in read_json_lines(path)]
     # One order of the books whatever the split asked for, so that results can be compared.
     stories.sort(key=lambda item: SOURCE.splits.index(item[0]))
-    if encoder is None:
-        raise MiaError("fairytaleqa has no summaries of its own: give an encoder, which makes extractive ones")
     queries = take_evenly([query for of, row in stories if of == split for query in _queries(row)], limit)
+    # Words are told apart by how many windows of all fairy books hold them: a summary is the same in either setting.
+    books = _summarised([_book(row) for _, row in stories])
     wanted = {row["origin"] for _, row in stories} if series else {query.group for query in queries}
-    rows = [row for _, row in stories if row["origin"] in wanted]
-    books = _summarised([_book(row) for row in rows], encoder)
     of_origin: dict[str, list[Book]] = {}
-    for row, book in zip(rows, books, strict=True):
-        of_origin.setdefault(row["origin"], []).append(book)
-    base = getattr(getattr(encoder, "spec", None), "base", type(encoder).__name__)
-    mindscapes = {
-        origin: Mindscape.from_books(own, summarizer=f"extractive({base})") for origin, own in sorted(of_origin.items())
-    }
+    for (_, row), book in zip(stories, books, strict=True):
+        if row["origin"] in wanted:
+            of_origin.setdefault(row["origin"], []).append(book)
+    mindscapes = {origin: Mindscape.from_books(own, summarizer="keywords") for origin, own in sorted(of_origin.items())}
     return assemble(SOURCE, split, series, mindscapes, queries)
 
 
@@ -107,16 +100,12 @@ def _book(row: dict[str, Any]) -> Book:
     return Book(row["story"], tuple(row["sections"]), title, chunk_ids=_chunk_ids(row))
 
 
-def _summarised(books: list[Book], encoder: DocumentEncoder) -> list[Book]:
-    """Give all books their summaries, the sentences of all of them encoded in one call."""
+def _summarised(books: list[Book]) -> list[Book]:
+    """Give all books their summaries."""
     windows = [split_windows(book.chunks, WINDOW) for book in books]
-    made = iter(
-        extractive_summaries(
-            [window for own in windows for window in own],
-            [book.title for book, own in zip(books, windows, strict=True) for _ in own],
-            encoder,
-        )
-    )
+    flat = [window for own in windows for window in own]
+    titles = [book.title for book, own in zip(books, windows, strict=True) for _ in own]
+    made = iter(keyword_summaries(flat, titles))
     return [
         Book(book.id, book.chunks, book.title, book.chunk_ids, tuple(next(made) for _ in own))
         for book, own in zip(books, windows, strict=True)
