@@ -1,0 +1,62 @@
+"""What lies beside a checkpoint: the recipe, where it came from, the card; and the finished encoder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from mia_serve.core import SPEC_FILE, Encoder
+from mia_train.config import Recipe, dump_recipe
+
+RUN_FILE = "mia_run.json"
+RECIPE_FILE = "recipe.yaml"
+
+
+def write_run_facts(recipe: Recipe, folder: Path) -> None:
+    """Write the resolved recipe and ``mia_run.json``: the untrained base and the E1 that evaluation compares with."""
+    dump_recipe(recipe, folder / RECIPE_FILE)
+    e1 = "."
+    if recipe.data.view == "signature":
+        e1 = recipe.data.signature_encoder or recipe.model.base
+    base = untrained_base(recipe)
+    home = Path(recipe.training.output_dir).resolve().parent
+    facts = {"base": _near(base, folder, home), "e1": _near(e1, folder, home)}
+    (folder / RUN_FILE).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+
+
+def untrained_base(recipe: Recipe) -> str:
+    """Return the encoder that a line of runs began with: for an E2 trained on top of an E1, that E1's base."""
+    base = recipe.model.base
+    parent = Path(base) / RUN_FILE
+    if not parent.is_file():
+        return base
+    known = json.loads(parent.read_text("utf-8")).get("base") or base
+    return os.path.normpath(Path(base) / known) if known.startswith(".") else str(known)
+
+
+def _near(name: str, folder: Path, home: Path) -> str:
+    """Name a folder that lies beside the run relative to the checkpoint, so that both can be moved together."""
+    if os.path.isabs(name) and Path(os.path.normpath(name)).is_relative_to(home):
+        return os.path.relpath(name, folder.resolve())
+    return name
+
+
+def publish(encoder: Encoder, output_dir: Path) -> None:
+    """Write the finished encoder into the run's own folder, beside its log and checkpoints.
+
+    The files are written aside and moved in one by one, what marks the folder as an encoder last.
+    """
+    aside = output_dir / ".finished"
+    if aside.exists():
+        shutil.rmtree(aside)
+    encoder.save(aside)
+    marker = output_dir / SPEC_FILE
+    marker.unlink(missing_ok=True)
+    for entry in sorted(aside.iterdir(), key=lambda path: path.name == SPEC_FILE):
+        target = output_dir / entry.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(entry, target)
+    aside.rmdir()

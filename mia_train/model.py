@@ -1,0 +1,156 @@
+"""The trainable module: an encoder's backbone, whose one forward embeds queries and documents alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mia_serve.core import Encoder, MiaError, SequenceBatch, embed_batch
+from mia_serve.core.encoder import TOKENS_PER_BATCH
+from mia_serve.core.template import instruction_prefix
+from mia_train.schema import LoraSection, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+def load_encoder(config: ModelConfig) -> Encoder:
+    """Open the base of a recipe on the CPU, with the recipe's changes to its spec.
+
+    Weights are float32 (masters) unless the recipe asks for a frozen bf16 base under LoRA.
+    """
+    changes = {
+        name: getattr(config, name)
+        for name in ("pooling", "max_query_tokens", "max_document_tokens", "alpha", "signature_pooling")
+        if getattr(config, name, None) is not None
+    }
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.dtype]
+    encoder = Encoder.load(config.base, device="cpu", dtype=dtype, **changes)
+    # The checkpoint's base is what this run starts from, also where that is itself a fine-tuned folder: an adapter
+    # would otherwise be put on the wrong weights.
+    spec = encoder.spec.with_changes(base=config.base)
+    if config.instruction is not None:
+        causal = spec.pooling == "last" and config.instruction
+        prefix = instruction_prefix(config.instruction) if causal else config.instruction
+        spec = spec.with_changes(template=replace(spec.template, query_prefix=prefix))
+    return Encoder(encoder.model, encoder.tokenizer, spec, encoder.device)
+
+
+def place_encoder(encoder: Encoder, device: torch.device) -> None:
+    """Move an encoder, weights and batch size, to the device that the Trainer has chosen."""
+    encoder.model.to(device)
+    encoder.device = device
+    encoder.tokens_per_batch = TOKENS_PER_BATCH.get(device.type, encoder.tokens_per_batch)
+
+
+class MiaModel(nn.Module):
+    """Wrap an encoder's backbone for training; the encoder keeps pointing at the same weights.
+
+    One forward takes all sequences of a batch, which is what DistributedDataParallel wants: one forward per backward.
+
+    Args:
+        encoder: The encoder to train. With ``lora`` its ``model`` becomes the adapted one.
+        lora: Adapters to add, or None for a full fine-tune.
+        gradient_checkpointing: Recompute activations in the backward pass (the non-reentrant kind).
+        bf16: Run the backbone in bfloat16 autocast. Pooling, fusion and loss stay float32.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        lora: LoraSection | None = None,
+        gradient_checkpointing: bool = False,
+        bf16: bool = False,
+    ) -> None:
+        super().__init__()
+        self.bf16 = bf16
+        backbone: Any = encoder.model
+        if hasattr(backbone, "peft_config"):
+            if lora is not None:
+                raise MiaError(
+                    f"{encoder.spec.base} is an adapter on another model; merge it first (mia-train merge), "
+                    "or leave the lora section out"
+                )
+            backbone = backbone.merge_and_unload()
+        if lora is not None:
+            backbone = add_lora(backbone, lora)
+        for name, parameter in backbone.named_parameters():
+            if "pooler" in name.split("."):  # no view is read from BERT's pooler; DDP would wait for its gradient
+                parameter.requires_grad_(False)
+        if gradient_checkpointing:
+            backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if lora is not None:
+                backbone.enable_input_require_grads()
+        if hasattr(backbone.config, "use_cache"):
+            backbone.config.use_cache = False
+        encoder.model = backbone
+        self.backbone: nn.Module = backbone
+        self._check_masters()
+
+    @property
+    def config(self) -> Any:
+        """The backbone's config, which trackers record."""
+        return self.backbone.config
+
+    @property
+    def _no_split_modules(self) -> Any:
+        """The layers that FSDP wraps, as transformers names them."""
+        return getattr(self.backbone, "_no_split_modules", None)
+
+    def forward(self, groups: Sequence[SequenceBatch]) -> Tensor:
+        """Embed every group.
+
+        Returns:
+            (R, d) float32 unit vectors, readouts of the groups one after the other.
+        """
+        with torch.autocast(groups[0].input_ids.device.type, enabled=False):
+            return torch.cat([embed_batch(cast(nn.Module, self._hidden), group) for group in groups])
+
+    def _hidden(self, **inputs: Tensor) -> Any:
+        # Autocast is entered here and not around the whole forward, so that pooling is never done in bfloat16.
+        with torch.autocast(inputs["input_ids"].device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            return self.backbone(**inputs)
+
+    def _check_masters(self) -> None:
+        """Warn where trained weights are not float32: small updates of AdamW would vanish in the rounding."""
+        low = [n for n, p in self.named_parameters() if p.requires_grad and p.dtype != torch.float32]
+        if low:
+            logger.warning(
+                "%d trained tensors are not float32 (first: %s); updates below half a unit in the last place vanish. "
+                "Load the base in fp32 and set training.bf16 for bfloat16 compute",
+                len(low),
+                low[0],
+            )
+
+
+def add_lora(backbone: Any, lora: LoraSection) -> Any:
+    """Return the backbone with trainable float32 LoRA adapters, everything else frozen.
+
+    Raises:
+        MiaError: No module of the backbone has one of the target names.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    config = LoraConfig(
+        task_type=TaskType.FEATURE_EXTRACTION,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        exclude_modules=["pooler.dense"] if getattr(backbone, "pooler", None) is not None else None,
+    )
+    try:
+        adapted = get_peft_model(backbone, config)
+    except ValueError as error:
+        linear = sorted({n.rsplit(".", 1)[-1] for n, m in backbone.named_modules() if isinstance(m, nn.Linear)})
+        raise MiaError(f"lora.targets {targets}: {error}; linear modules here: {', '.join(linear)}") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return adapted

@@ -1,0 +1,260 @@
+"""One training run from a recipe: rows, encoder, loop, finished encoder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments, set_seed
+from transformers.utils import logging as transformers_logging
+
+from mia_serve.core import Encoder, MiaError
+from mia_serve.eval.versions import package_versions
+from mia_train import distributed
+from mia_train.card import CardFacts, write_card
+from mia_train.collate import Schedule
+from mia_train.config import Recipe
+from mia_train.data import check_rows, make_collator, prepare_rows
+from mia_train.evaluate import RetrievalEvaluation, make_evaluation
+from mia_train.finish import publish, write_run_facts
+from mia_train.launch import check_world
+from mia_train.logs import peak_memory_gib
+from mia_train.loop import MiaTrainer
+from mia_train.model import MiaModel, load_encoder, place_encoder
+from mia_train.rows import Row, read_rows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to.
+
+    Attributes:
+        folder: The finished encoder, with log and checkpoints.
+        steps: Optimiser steps, those before resuming included.
+        skipped: Steps left out because their gradient was not finite.
+        loss: Last logged loss.
+        metrics: Those of the last evaluation, by name.
+        seconds: Time in training steps, without loading, evaluation and saving.
+        rows_per_second: Over all processes.
+        tokens_per_second: Real tokens, over all processes.
+        peak_memory_gib: Of rank 0: on its device, or resident on CPU.
+    """
+
+    folder: Path
+    steps: int
+    skipped: int
+    loss: float | None
+    metrics: dict[str, float]
+    seconds: float
+    rows_per_second: float
+    tokens_per_second: float
+    peak_memory_gib: float
+
+
+def run(recipe: Recipe, resume: str | None = None) -> RunResult:
+    """Train one recipe; every process of a launch calls it.
+
+    Args:
+        recipe: The resolved recipe.
+        resume: A checkpoint folder, or ``auto`` for the last one in ``training.output_dir`` (none: start afresh).
+
+    Raises:
+        MiaError: The rows, the encoder or the checkpoint do not fit the recipe; nothing has been trained then.
+        RuntimeError: Too many steps in a row without a finite gradient.
+    """
+    output = Path(recipe.training.output_dir)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    first_arguments = training_arguments(recipe)  # joins the process group
+    check_world(first_arguments.world_size)
+    sharded = _is_sharded()
+    if sharded and recipe.data.eval:
+        raise MiaError(
+            "data.eval: evaluation during training needs whole weights on rank 0, and FSDP shards them; "
+            "leave data.eval out (mia-serve eval retrieval does it afterwards), or launch with DDP or ZeRO-2"
+        )
+    checkpoint = distributed.on_main(lambda: _open_output(output, resume))
+    set_seed(recipe.training.seed)  # LoRA's start
+    encoder = load_encoder(recipe.model)
+    device = str(first_arguments.device)
+    path = distributed.on_main(lambda: prepare_rows(recipe, output, device, reuse=checkpoint is not None))
+    rows = read_rows([path])
+    distributed.on_main(lambda: check_rows(rows, recipe, encoder))
+    steps = planned_steps(recipe, len(rows), first_arguments.world_size)
+    arguments = training_arguments(recipe, steps)
+    model = MiaModel(
+        encoder,
+        lora=recipe.lora,
+        gradient_checkpointing=recipe.training.gradient_checkpointing,
+        bf16=recipe.training.bf16,
+    )
+    place_encoder(encoder, arguments.device)
+    evaluations: list[RetrievalEvaluation | None] = []
+    distributed.on_main(lambda: evaluations.append(make_evaluation(recipe, encoder)))
+    batch = recipe.training.batch_size * recipe.training.accumulation * arguments.world_size
+    trainer = MiaTrainer(
+        recipe,
+        encoder,
+        model,
+        arguments,
+        Schedule(rows, steps * batch, recipe.training.seed),
+        make_collator(recipe, encoder, rows, groups=2 if sharded or "ACCELERATE_USE_DEEPSPEED" in os.environ else 4),
+        evaluations[0] if evaluations else None,
+        start=_step_of(checkpoint) if checkpoint else 0,
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return _finish(recipe, encoder, trainer, rows)
+
+
+def _is_sharded() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def _open_output(output: Path, resume: str | None) -> str | None:
+    """Return the checkpoint to go on from, and make sure that no run is mixed into another."""
+    output.mkdir(parents=True, exist_ok=True)
+    found = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    # The Trainer's state is written last: a checkpoint without it was cut short.
+    last = next((str(path) for path in reversed(found) if (path / "trainer_state.json").is_file()), None)
+    if resume == "auto":
+        return last
+    if resume is not None:
+        if not (Path(resume) / "trainer_state.json").is_file():
+            raise MiaError(f"{resume}: no checkpoint of mia-train (no trainer_state.json); give a checkpoint-N folder")
+        return resume
+    if last is not None:
+        raise MiaError(
+            f"{output} holds {Path(last).name} of an earlier run; go on with --resume auto, or give another "
+            "training.output_dir"
+        )
+    return None
+
+
+def _step_of(checkpoint: str) -> int:
+    return int(json.loads((Path(checkpoint) / "trainer_state.json").read_text("utf-8"))["global_step"])
+
+
+def planned_steps(recipe: Recipe, rows: int, world_size: int) -> int:
+    """Return the optimiser steps of a run: ``max_steps``, or what ``epochs`` passes over the rows take."""
+    training = recipe.training
+    if training.max_steps is not None:
+        return training.max_steps
+    batch = training.batch_size * training.accumulation * world_size
+    return max(1, math.ceil((training.epochs or 1.0) * rows / batch))
+
+
+def training_arguments(recipe: Recipe, steps: int | None = None) -> TrainingArguments:
+    """Translate a recipe into the Trainer's arguments; the first call joins the process group.
+
+    Args:
+        recipe: The recipe.
+        steps: Optimiser steps, known once the rows are counted.
+    """
+    training = recipe.training
+    steps = steps or training.max_steps or 1
+    evaluates = recipe.data.eval is not None
+    eval_steps = min(training.eval_steps or steps, steps)
+    save_steps = min(training.save_steps or eval_steps, steps)
+    metric: dict[str, Any] = {}
+    if evaluates:
+        pick = eval_steps < steps and save_steps % eval_steps == 0
+        metric = {"metric_for_best_model": training.metric, "greater_is_better": True, "load_best_model_at_end": pick}
+    return TrainingArguments(
+        output_dir=training.output_dir,
+        max_steps=steps,
+        per_device_train_batch_size=training.batch_size,
+        gradient_accumulation_steps=training.accumulation,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=training.scheduler,
+        warmup_steps=min(training.warmup_steps(steps), steps),
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        bf16=training.bf16,
+        use_cpu=not torch.cuda.is_available(),
+        seed=training.seed,
+        logging_steps=training.log_steps,
+        logging_first_step=True,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=eval_steps if evaluates else None,
+        save_strategy="steps",
+        save_steps=save_steps,
+        save_total_limit=2,
+        report_to=list(training.report_to),
+        run_name=Path(training.output_dir).name,
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        ddp_timeout=7200,  # rank 0 mines rows and evaluates while the others wait
+        disable_tqdm=True,
+        log_level="warning",
+        **metric,
+    )
+
+
+def _finish(recipe: Recipe, encoder: Encoder, trainer: MiaTrainer, rows: list[Row]) -> RunResult:
+    """Write the finished encoder and its card, and say what the run cost."""
+    output, meter = Path(recipe.training.output_dir), trainer.meter
+    meter.read()  # what came after the last log line
+    result = RunResult(
+        folder=output,
+        steps=trainer.state.global_step,
+        skipped=trainer.guard.skipped,
+        loss=trainer.last_loss,
+        metrics=dict(trainer.last_metrics),
+        seconds=meter.seconds,
+        rows_per_second=meter.rows / max(meter.seconds, 1e-9),
+        tokens_per_second=meter.tokens / max(meter.seconds, 1e-9),
+        peak_memory_gib=peak_memory_gib(trainer.args.device),
+    )
+    if trainer.is_fsdp_enabled:
+        trainer.save_model(str(output / "final"))
+    else:
+        distributed.on_main(lambda: _write_finished(recipe, encoder, trainer, rows, result))
+    if distributed.is_main():
+        best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+        print(
+            f"trained {result.steps} steps: {meter.rows} rows in {result.seconds:.0f} s, "
+            f"{result.rows_per_second:.1f} rows/s, {result.tokens_per_second:.0f} tokens/s, "
+            f"peak memory {result.peak_memory_gib:.2f} GiB"
+            + (f", {result.skipped} steps skipped" if result.skipped else "")
+            + (f", best {Path(best).name}" if best else "")
+            + f"\nencoder: {output}",
+            file=sys.stderr,
+        )
+    return result
+
+
+def _write_finished(recipe: Recipe, encoder: Encoder, trainer: MiaTrainer, rows: list[Row], result: RunResult) -> None:
+    publish(encoder, result.folder)
+    write_run_facts(recipe, result.folder)
+    device = trainer.args.device
+    best = trainer.best_metrics if trainer.args.load_best_model_at_end else result.metrics
+    facts = CardFacts(
+        name=result.folder.resolve().name,
+        recipe=recipe,
+        rows=Counter(row.source or "rows" for row in rows),
+        steps=result.steps,
+        processes=trainer.args.world_size,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        seconds=result.seconds,
+        rows_per_second=result.rows_per_second,
+        peak_memory_gib=result.peak_memory_gib,
+        dim=encoder.dim,
+        pooling=encoder.spec.pooling,
+        metrics={"trained": {k: v for k, v in best.items() if not k.startswith("plain_")}} if best else {},
+        benchmark=recipe.data.eval or "",
+        final_loss=result.loss,
+        base_revision=encoder.spec.revision,
+        versions={name: version for name, version in package_versions().items() if version},
+        merged=recipe.lora is None,
+    )
+    write_card(facts, result.folder)
