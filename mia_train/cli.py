@@ -99,10 +99,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line: exit 0 done, 1 failed, 2 wrong use with one line on standard error."""
     try:
         app(args=arguments)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         from mia_serve.core.errors import MiaError
 
-        if not isinstance(error, MiaError):
+        if isinstance(error, ValueError) and not isinstance(error, MiaError):
             raise
         from mia_train.launch import process_count, process_rank
 

@@ -51,6 +51,7 @@ def prepare_rows(recipe: Recipe, output_dir: Path, device: str, reuse: bool = Fa
                 open_benchmark(source),
                 encoder,
                 signature_mode=data.signature_mode if data.view == "signature" else None,
+                signature_gold=data.signature_gold,
                 hard_negatives=data.hard_negatives,
                 simple_negatives=data.simple_negatives,
                 seed=data.seed,
@@ -71,6 +72,7 @@ def build_rows(
     e1: Encoder | None,
     *,
     signature_mode: Literal["coverage", "first_k"] | None = None,
+    signature_gold: float = 0.0,
     hard_negatives: int = 5,
     simple_negatives: int = 5,
     seed: int = 0,
@@ -87,6 +89,7 @@ def build_rows(
         e1: Ranks the chunks and makes the pools, as it will when serving; None where neither hard negatives nor
             signatures are asked for, and nothing needs encoding.
         signature_mode: ``coverage`` or ``first_k``; None leaves the rows without signatures.
+        signature_gold: Share of the signatures without a gold session that get one, in place of one of theirs.
         hard_negatives: Hard negatives that a step will draw; more are kept. With signatures half are the best-ranked
             chunks, half those of the signature's wrong sessions.
         simple_negatives: Likewise, drawn evenly from the books of the gold chunks.
@@ -108,10 +111,11 @@ def build_rows(
                 signatures = retriever.signatures(texts, mode=signature_mode)
         miner = _Miner(haystack, hard_negatives, simple_negatives, seed)
         for i, signature in enumerate(signatures):
-            rows.append(miner.row(i, ranked[i], signature, benchmark.name))
             if signature is not None:
                 total += 1
                 found += bool(miner.gold_sessions(i) & set(signature.session_ids))
+                signature = miner.with_gold(i, signature, signature_gold)
+            rows.append(miner.row(i, ranked[i], signature, benchmark.name))
     if total:
         print(f"{benchmark.name}: the signature holds a gold session for {found} of {total} rows", file=sys.stderr)
     return rows
@@ -125,6 +129,7 @@ class _Miner:
         self.chunks = haystack.mindscape.chunks
         self.row_of = {chunk.id: row for row, chunk in enumerate(self.chunks)}
         self.sessions = {session.id: session.chunk_ids for session in haystack.mindscape.sessions}
+        self.summaries = {session.id: session.summary for session in haystack.mindscape.sessions}
         self.by_book: dict[str, list[int]] = {}
         for row, chunk in enumerate(self.chunks):
             self.by_book.setdefault(chunk.book_id, []).append(row)
@@ -134,6 +139,16 @@ class _Miner:
     def gold_sessions(self, i: int) -> set[str]:
         """Return the ids of the sessions that hold a gold chunk of a question."""
         return {self.chunks[self.row_of[chunk_id]].session_id for chunk_id in self.queries[i].gold}
+
+    def with_gold(self, i: int, signature: Signature, share: float) -> Signature:
+        """Return the signature with a gold session in place of one of its own, for a share of those that have none."""
+        gold = sorted(self.gold_sessions(i))
+        random = np.random.default_rng([self.seed, 1, id_key(self.queries[i].id) % 2**63])
+        if set(gold) & set(signature.session_ids) or random.random() >= share:
+            return signature
+        found, place = gold[int(random.integers(len(gold)))], int(random.integers(len(signature.session_ids)))
+        ids = (*signature.session_ids[:place], found, *signature.session_ids[place + 1 :])
+        return Signature(ids, tuple(self.summaries[session] for session in ids))
 
     def row(self, i: int, ranked: list[int], signature: Signature | None, source: str) -> Row:
         """Return the training row of question ``i``; ``ranked`` are chunk rows, best first."""

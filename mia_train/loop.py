@@ -36,9 +36,9 @@ def batch_loss(vectors: Tensor, batch: TrainBatch, config: LossConfig, alpha: fl
     """
     query = vectors[batch.query_readouts]
 
-    def loss(target_readouts: Tensor, keys: SlotKeys, weights: Tensor | None = None) -> LossOutput:
+    def of_view(queries: Tensor, keys: SlotKeys, weights: Tensor | None) -> LossOutput:
         return info_nce(
-            fuse_views(query, vectors[target_readouts], alpha),
+            queries,
             Candidates(vectors[keys.readouts], keys.ids, keys.texts, keys.valid),
             PositiveKeys(keys.positive_ids, keys.positive_texts),
             negatives=config.negatives,
@@ -46,6 +46,14 @@ def batch_loss(vectors: Tensor, batch: TrainBatch, config: LossConfig, alpha: fl
             mask_margin=config.mask_margin,
             row_weights=weights,
         )
+
+    def loss(target_readouts: Tensor, keys: SlotKeys, weights: Tensor | None = None) -> LossOutput:
+        target = vectors[target_readouts]
+        total = of_view(fuse_views(query, target, alpha), keys, weights)
+        for view, weight in ((query, config.query_view), (target, config.signature_view)):
+            if weight > 0:
+                total = total._replace(loss=total.loss + weight * of_view(view, keys, weights).loss)
+        return total
 
     chunk = loss(batch.chunk_readouts, batch.documents)
     if config.beta is None or batch.nodes is None or batch.node_readouts is None:

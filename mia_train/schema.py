@@ -82,6 +82,7 @@ class ModelConfig(_Section):
         max_query_tokens: Limit of the whole query side, signature included; None: the base's own limit.
         max_document_tokens: Limit of a document; None: the base's own limit.
         alpha: Weight of the signature view at query time, s = (1 - alpha) * s_qry + alpha * s_sig.
+        signature_pooling: Mean pooling only: the signature view averages ``all`` tokens, or those of the ``query``.
         instruction: Text put before every query; None keeps the base's own.
         dtype: Format the base weights are held in. bf16 only with LoRA, whose own weights stay fp32.
     """
@@ -91,6 +92,7 @@ class ModelConfig(_Section):
     max_query_tokens: Annotated[int, BeforeValidator(_no_bool), Field(ge=8)] | None = None
     max_document_tokens: Annotated[int, BeforeValidator(_no_bool), Field(ge=8)] | None = None
     alpha: Share = 0.5
+    signature_pooling: Literal["all", "query"] | None = None
     instruction: str | None = None
     dtype: Literal["fp32", "bf16"] = "fp32"
 
@@ -129,7 +131,9 @@ class DataConfig(_Section):
         signature_encoder: E1 that chooses the signatures of benchmark rows; None: the untrained base.
         signature_mode: How it chooses: best coverage, or the first sessions of the pool.
         signature_dropout: Share of rows whose signature is left out, so that E2 also serves plain queries.
-        signature_noise: Share of a signature's summaries swapped for those of other sessions.
+        signature_noise: Share of rows in whose signature one summary is swapped for that of another row.
+        signature_gold: Share of the rows whose signature misses every gold session that get one, in a random place.
+            E2 learns to read a signature only from rows in which there is something to find.
         hard_negatives: Negatives mined for the query, a row.
         simple_negatives: Negatives drawn evenly from the same document, a row.
         seed: Of every draw above.
@@ -142,6 +146,7 @@ class DataConfig(_Section):
     signature_mode: Literal["coverage", "first_k"] = "coverage"
     signature_dropout: Share = 0.0
     signature_noise: Share = 0.0
+    signature_gold: Share = 0.0
     hard_negatives: Count = 5
     simple_negatives: Count = 5
     seed: Count = 0
@@ -176,12 +181,16 @@ class LossConfig(_Section):
         temperature: Divides the cosine.
         beta: Weight of the chunk loss in the joint form, beta * L_chunk + (1 - beta) * L_node; None: chunks only.
         mask_margin: A negative that scores above its positive by more than this is masked; None: never by score.
+        query_view: Weight of the same loss on the query-only view alone, added to that of the fused query.
+        signature_view: Likewise, on the signature-aware view alone.
     """
 
     negatives: Literal["own", "in_batch"] = "own"
     temperature: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)] = 0.01
     beta: Share | None = None
     mask_margin: Real | None = None
+    query_view: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.0
+    signature_view: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class TrainingSection(_Section):

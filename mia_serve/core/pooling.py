@@ -95,6 +95,9 @@ def pool_spans(hidden: Tensor, mask: Tensor, rows: Tensor, starts: Tensor, ends:
     Returns:
         (R, d) float32 vectors, not normalised.
     """
+    if torch.is_autocast_enabled(hidden.device.type):  # which would do the sums below in half precision
+        with torch.autocast(hidden.device.type, enabled=False):
+            return pool_spans(hidden, mask, rows, starts, ends)
     first = mask.argmax(dim=1)[rows]
     starts, ends = starts + first, ends + first
     if bool((ends - starts == 1).all()):  # CLS, last token, d_q, node: no need for a sum over L

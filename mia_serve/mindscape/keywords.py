@@ -53,7 +53,8 @@ def keyword_summaries(windows: Sequence[Sequence[str]], titles: Sequence[str], m
             if term not in said and not term.isdigit()
         }
         left = max_words - count_words(title) - sum(map(count_words, names))
-        # No commas between the words: they would be a third of an encoder's tokens. Equal weights in alphabetical order: the same summary whatever order the terms were met in.
+        # Equal weights in alphabetical order: the same summary whatever order the terms were met in. No commas between
+        # the words: they would be a third of an encoder's tokens.
         words = sorted(weight, key=lambda term: (-weight[term], term))[: max(0, left)]
         parts = [part for part in (title, ", ".join(names), " ".join(words)) if part]
         summaries.append(first_words(". ".join(parts), max_words))

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from mia_serve.core import Encoder, MiaError
+from mia_serve.core import Encoder, MiaError, fuse_views
 from mia_train import loop, trainer
+from mia_train.collate import Collator, Sample
 from mia_train.config import Recipe
+from mia_train.losses import Candidates, PositiveKeys, info_nce
+from mia_train.model import MiaModel
 from mia_train.rows import Row
-from mia_train.schema import LoraSection
+from mia_train.schema import LoraSection, LossConfig
 
 from .conftest import make_rows
 
@@ -313,3 +316,28 @@ def test_evaluation_searches_the_benchmark_with_the_weights_as_they_are(tiny_ber
     found = RetrievalEvaluation(toy, encoder, signatures)()
     assert {"mrr", "r@10", "plain_mrr"} <= set(found)
     assert found["plain_mrr"] == RetrievalEvaluation(toy, encoder)()["mrr"]
+
+
+def test_losses_on_the_single_views_are_added_to_that_of_the_fused_query(tiny_bert: Path) -> None:
+    encoder = Encoder.load(tiny_bert)
+    rows = make_rows(4)
+    collator = Collator(encoder, rows, hard_negatives=1, use_signatures=True)
+    batch = collator([Sample(row, i, 0) for i, row in enumerate(rows)])
+    model = MiaModel(encoder).eval()
+    vectors = model(batch.groups)[batch.order]
+    query, target = vectors[batch.query_readouts], vectors[batch.chunk_readouts]
+    keys = batch.documents
+    single = [
+        info_nce(
+            view,
+            Candidates(vectors[keys.readouts], keys.ids, keys.texts, keys.valid),
+            PositiveKeys(keys.positive_ids, keys.positive_texts),
+            negatives="in_batch",
+            temperature=0.05,
+        ).loss
+        for view in (fuse_views(query, target, 0.5), query, target)
+    ]
+    config = LossConfig(negatives="in_batch", temperature=0.05, query_view=0.3, signature_view=0.5)
+    expected = single[0] + 0.3 * single[1] + 0.5 * single[2]
+    assert torch.allclose(loop.batch_loss(vectors, batch, config, 0.5).loss, expected)
+    assert len({round(float(x), 4) for x in single}) == 3
