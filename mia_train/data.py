@@ -52,6 +52,7 @@ def prepare_rows(recipe: Recipe, output_dir: Path, device: str, reuse: bool = Fa
                 encoder,
                 signature_mode=data.signature_mode if data.view == "signature" else None,
                 signature_gold=data.signature_gold,
+                k_sum=data.k_sum,
                 hard_negatives=data.hard_negatives,
                 simple_negatives=data.simple_negatives,
                 seed=data.seed,
@@ -77,6 +78,7 @@ def build_rows(
     simple_negatives: int = 5,
     seed: int = 0,
     k0: int = 50,
+    k_sum: int = 5,
 ) -> list[Row]:
     """Turn the questions of a benchmark into training rows.
 
@@ -95,6 +97,7 @@ def build_rows(
         simple_negatives: Likewise, drawn evenly from the books of the gold chunks.
         seed: Of the draws; together with the query's id.
         k0: Chunks whose sessions form the pool.
+        k_sum: Most sessions in a signature.
     """
     if e1 is None and (hard_negatives > 0 or signature_mode is not None):
         raise MiaError("hard negatives and signatures need an encoder (e1) that ranks the chunks")
@@ -105,7 +108,7 @@ def build_rows(
         ranked: list[list[int]] = [[] for _ in texts]
         signatures: Sequence[Signature | None] = [None] * len(texts)
         if e1 is not None:
-            retriever = Retriever(haystack.mindscape, e1, k0=k0)
+            retriever = Retriever(haystack.mindscape, e1, k0=k0, k_sum=k_sum)
             ranked = [[int(r) for r in pool.rows if r >= 0] for pool in retriever.pools(texts)]
             if signature_mode is not None:
                 signatures = retriever.signatures(texts, mode=signature_mode)

@@ -70,7 +70,9 @@ def make_evaluation(recipe: Recipe, encoder: Encoder) -> RetrievalEvaluation | N
         return RetrievalEvaluation(benchmark, encoder)
     e1 = Encoder.load(data.signature_encoder or recipe.model.base, device=encoder.device)
     signatures = [
-        Retriever(haystack.mindscape, e1).signatures([q.text for q in haystack.queries], mode=data.signature_mode)
+        Retriever(haystack.mindscape, e1, k_sum=data.k_sum).signatures(
+            [q.text for q in haystack.queries], mode=data.signature_mode
+        )
         for haystack in benchmark.haystacks
     ]
     return RetrievalEvaluation(benchmark, encoder, signatures)

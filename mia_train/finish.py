@@ -15,14 +15,14 @@ RECIPE_FILE = "recipe.yaml"
 
 
 def write_run_facts(recipe: Recipe, folder: Path) -> None:
-    """Write the resolved recipe and ``mia_run.json``: the untrained base and the E1 that evaluation compares with."""
+    """Write the resolved recipe and ``mia_run.json``: base, E1 and sessions in a signature, as evaluation uses them."""
     dump_recipe(recipe, folder / RECIPE_FILE)
     e1 = "."
     if recipe.data.view == "signature":
         e1 = recipe.data.signature_encoder or recipe.model.base
     base = untrained_base(recipe)
     home = Path(recipe.training.output_dir).resolve().parent
-    facts = {"base": _near(base, folder, home), "e1": _near(e1, folder, home)}
+    facts = {"base": _near(base, folder, home), "e1": _near(e1, folder, home), "k_sum": recipe.data.k_sum}
     (folder / RUN_FILE).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
 
 

@@ -130,6 +130,7 @@ class DataConfig(_Section):
         view: ``query`` trains E1 on the query alone, ``signature`` trains E2 on (query, signature).
         signature_encoder: E1 that chooses the signatures of benchmark rows; None: the untrained base.
         signature_mode: How it chooses: best coverage, or the first sessions of the pool.
+        k_sum: Most sessions in a signature.
         signature_dropout: Share of rows whose signature is left out, so that E2 also serves plain queries.
         signature_noise: Share of rows in whose signature one summary is swapped for that of another row.
         signature_gold: Share of the rows whose signature misses every gold session that get one, in a random place.
@@ -144,6 +145,7 @@ class DataConfig(_Section):
     view: Literal["query", "signature"] = "query"
     signature_encoder: str | None = None
     signature_mode: Literal["coverage", "first_k"] = "coverage"
+    k_sum: Positive = 5
     signature_dropout: Share = 0.0
     signature_noise: Share = 0.0
     signature_gold: Share = 0.0

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 #: Optional file of a checkpoint: the base and E1 that it was trained with, defaults of --base and --e1.
 RUN_FILE = "mia_run.json"
+K_SUM = 5  # sessions in a signature, the papers'
 NONE = "none"
 
 
@@ -79,14 +80,17 @@ CoverOption = Annotated[Cover, typer.Option(help="A session covers its members, 
 CoverWeightOption = Annotated[
     CoverWeight, typer.Option("--cover-weight", help="Chunks count by E1's score, or all alike (the paper's).")
 ]
-KSumOption = Annotated[int, typer.Option("--k-sum", min=1, help="Sessions in a signature.")]
+KSumOption = Annotated[
+    int | None, typer.Option("--k-sum", min=1, help="Sessions in a signature; as E2 was trained by default, else 5.")
+]
 
 
 class RunDefaults(NamedTuple):
-    """Name the encoders that a checkpoint was trained with, where it says so."""
+    """What a checkpoint was trained with, where it says so."""
 
     base: str | None = None
     e1: str | None = None
+    k_sum: int = K_SUM
 
 
 def write_file(path: str | Path, text: str) -> None:
@@ -188,7 +192,9 @@ def load_encoder(name: str, device: str, cache: dict[str, Encoder] | None = None
 
 
 def run_defaults(checkpoint: str | None) -> RunDefaults:
-    """Read which base and E1 a checkpoint names in its ``mia_run.json``; the base of its spec where that is missing.
+    """Read what a checkpoint's ``mia_run.json`` says of the run: base, E1, sessions in a signature.
+
+    Where the file is missing, the base is that of the encoder's spec.
 
     Relative paths are resolved from the checkpoint's folder.
 
@@ -204,10 +210,13 @@ def run_defaults(checkpoint: str | None) -> RunDefaults:
         record = _read_object(spec) if spec.is_file() else {}
         return RunDefaults(_resolve(record.get("base"), folder, spec))
     record = _read_object(path)
-    unknown = sorted(set(record) - {"base", "e1"})
+    unknown = sorted(set(record) - {"base", "e1", "k_sum"})
     if unknown:
-        raise ValueError(f"{path}: unknown key {unknown[0]!r}; allowed: base, e1")
-    return RunDefaults(_resolve(record.get("base"), folder, path), _resolve(record.get("e1"), folder, path))
+        raise ValueError(f"{path}: unknown key {unknown[0]!r}; allowed: base, e1, k_sum")
+    k_sum = record.get("k_sum", K_SUM)
+    if not isinstance(k_sum, int) or k_sum < 1:
+        raise ValueError(f"{path}: k_sum is {k_sum!r}; it must be an integer >= 1")
+    return RunDefaults(_resolve(record.get("base"), folder, path), _resolve(record.get("e1"), folder, path), k_sum)
 
 
 def chosen(option: str | None, default: str | None) -> str | None:
