@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${MIA_DATA:?set MIA_DATA to the folder that holds fairytaleqa/, qmsum/ and locomo/ (see README, Data)}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-train() { [ -f "runs/$1/mia_encoder.json" ] || accelerate launch --config_file recipes/accelerate/cpu.yaml -m mia_train run "recipes/$1.yaml"; }
+train() { accelerate launch --config_file recipes/accelerate/cpu.yaml -m mia_train run "recipes/$1.yaml" --resume auto; }
 measure() { mia-serve eval retrieval "${@:2}" --json "scripts/receipts/$1.json"; }
 
 train e1_minilm_public

@@ -8,10 +8,11 @@ scripts/setup.sh "$venv" train,serve,quickstart
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PATH="$PWD/$venv/bin:$PATH"
 
-launch() { accelerate launch --config_file recipes/accelerate/cpu.yaml -m mia_train run "$@"; }
+launch() { accelerate launch --config_file recipes/accelerate/cpu.yaml -m mia_train run "$@" --resume auto; }
 launch recipes/e1_minilm_cpu.yaml --set training.output_dir="$PWD/$runs/e1"
-launch recipes/e2_minilm_cpu.yaml --set training.output_dir="$PWD/$runs/e2" --set data.signature_encoder="$PWD/$runs/e1"
+launch recipes/e2_minilm_cpu.yaml --set training.output_dir="$PWD/$runs/e2" \
+  --set model.base="$PWD/$runs/e1" --set data.signature_encoder="$PWD/$runs/e1"
 
-mia-serve mindscape build --data saltmarsh --series --encoder "$runs/e1" -o "$runs/mindscape"
+mia-serve mindscape build --data saltmarsh --encoder "$runs/e1" -o "$runs/mindscape"
 mia-serve signature --mindscape "$runs/mindscape" --encoder "$runs/e1" --query "Why did she lie about the boat?"
 mia-serve eval retrieval --data saltmarsh --split test --series --encoder "$runs/e2" --e1 "$runs/e1" --json "$runs/table.json"
