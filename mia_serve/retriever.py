@@ -5,6 +5,7 @@ Search, evaluation, RAG, the server and the making of training signatures all go
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from mia_serve.core.errors import MiaError
 from mia_serve.index import Hits, SessionIndex
 from mia_serve.index.flat import full_float32
 from mia_serve.index.session_index import check_count
-from mia_serve.signature import DEFAULT_WEIGHTS, Signature, first_k, select_signature, unique_in_order
+from mia_serve.signature import DEFAULT_WEIGHTS, Signature, first_k, select_signature, session_prior, unique_in_order
 from mia_serve.signature.objective import check_weights
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Retriever:
             its summary; or "semantic", all by cosine.
         cover_weight: How the K₀ chunks count there: by "e1_score" (softmax) or "uniform". The papers' form is
             "semantic" and "uniform"; in a large collection it loses the right session far more often.
+        prior: β of the signature as a prior: a chunk of a session h of the signature gets β · w(h) on top of its score,
+            w = `session_prior`. It needs no training and no E2; 0 leaves the papers' score as it is.
         order: How the summaries of a signature are put before E2: in order of "selection", the best session first, or
             of the "document", as the sessions lie in the mindscape.
         candidates: Second search over "all" chunks, or within the K₀ of E1 ("e1_topk", which caps recall there).
@@ -98,6 +101,7 @@ class Retriever:
         weights: Sequence[float] = DEFAULT_WEIGHTS,
         cover: str = "member",
         cover_weight: str = "e1_score",
+        prior: float = 0.0,
         order: str = "selection",
         candidates: str = "all",
         backend: str = "auto",
@@ -116,7 +120,9 @@ class Retriever:
                 raise MiaError(f"{setting}={value!r}: allowed are {', '.join(map(repr, allowed))}")
         if alpha is not None and not 0 <= alpha <= 1:
             raise MiaError(f"alpha={alpha}: allowed are 0 (query alone) to 1 (signature view alone)")
-        self.mindscape = mindscape
+        if not 0 <= prior < math.inf:
+            raise MiaError(f"prior={prior}: allowed are 0 (none) and more; 0.1 is a good start")
+        self.mindscape, self.prior = mindscape, prior
         self.e1, self.e2, self.selector = e1, e2, selector if selector is not None else e1
         self.k0, self.k_sum, self.alpha, self.candidates = k0, k_sum, alpha, candidates
         self.weights, self.cover, self.cover_weight = check_weights(weights), cover, cover_weight
@@ -151,7 +157,8 @@ class Retriever:
             Hits and the signatures used.
 
         Raises:
-            MiaError: If a query is empty, k < 1, a mode is unknown, or signatures are not one a query.
+            MiaError: If a query is empty, k < 1, a mode is unknown, signatures are not one a query, or E1, which reads
+                the query alone, is given some without a prior.
         """
         check_count(k, "k")
         texts = _check_queries(queries)
@@ -165,13 +172,20 @@ class Retriever:
             _check_mode(mode)
             first = self._first_search(texts)
             signatures = self._signatures(texts, first, mode)
-        vectors = chosen.encode_queries(
-            texts, signatures=None if signatures is None else [list(s.texts) for s in signatures], alpha=self.alpha
-        )
+        if name == "e1" and signatures is not None and not self.prior:
+            raise MiaError("E1 reads the query alone: give an e2 for the signature, or prior > 0 to weigh its sessions")
+        # E1 is the query-only encoder: a signature reaches it as a prior only.
+        shown = [list(s.texts) for s in signatures] if signatures is not None and name == "e2" else None
+        vectors = chosen.encode_queries(texts, shown, alpha=self.alpha)
+        index = self._index(chosen)
+        if self.prior > 0 and signatures is not None:
+            first = first if first is not None else self._first_search(texts)
+            rows, bias = self._biased_rows(texts, signatures, first, index.search(vectors, k))
+            return Results(index.search_within(vectors, rows, k, bias), signatures)
         if self.candidates == "all":
-            return Results(self._index(chosen).search(vectors, k), signatures)
+            return Results(index.search(vectors, k), signatures)
         first = first if first is not None else self._first_search(texts)
-        return Results(self._index(chosen).search_within(vectors, first.rows, k), signatures)
+        return Results(index.search_within(vectors, first.rows, k), signatures)
 
     def signatures(self, queries: Sequence[str], mode: Mode = "coverage") -> list[Signature]:
         """Choose a signature for each query.
@@ -274,6 +288,47 @@ class Retriever:
             named = dict(zip(("relevance", "coverage", "diversity"), terms, strict=True)) | {"value": value}
             records.append(self._record(chosen[:size], "coverage", gains[:size], named))
         return records
+
+    def _biased_rows(
+        self, queries: list[str], signatures: list[Signature], first: Hits, best: Hits
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows (n, f) among which the best chunks under the prior are, -1 padded, and their bias.
+
+        A chunk outside the signature's sessions that is not among the k best without the prior is not with it either.
+        """
+        row_of = {session.id: row for row, session in enumerate(self.mindscape.sessions)}
+        width = max((len(s.session_ids) for s in signatures), default=0)
+        sessions = np.full((len(queries), width), -1, np.int64)
+        for i, signature in enumerate(signatures):
+            sessions[i, : len(signature.session_ids)] = [row_of.get(s, -1) for s in signature.session_ids]
+        weights = self._prior_weights(queries, sessions, first)
+        outside = best.rows if self.candidates == "all" else first.rows
+        of_rows = self.mindscape.session_of[outside]
+        inside = [np.flatnonzero(np.isin(self.mindscape.session_of, row[row >= 0])) for row in sessions]
+        if self.candidates != "all":
+            inside = [np.intersect1d(rows, first.rows[i]) for i, rows in enumerate(inside)]
+        size = max((len(rows) for rows in inside), default=0)
+        rows = np.full((len(queries), outside.shape[1] + size), -1, np.int64)
+        bias = np.zeros(rows.shape, np.float64)
+        for i, own in enumerate(inside):
+            keep = (outside[i] >= 0) & ~np.isin(of_rows[i], sessions[i])
+            rows[i, : outside.shape[1]] = np.where(keep, outside[i], -1)
+            rows[i, outside.shape[1] : outside.shape[1] + len(own)] = own
+            weight_of = dict(zip(sessions[i].tolist(), weights[i].tolist(), strict=True))
+            bias[i, outside.shape[1] : outside.shape[1] + len(own)] = [
+                self.prior * weight_of[s] for s in self.mindscape.session_of[own].tolist()
+            ]
+        return rows, bias
+
+    def _prior_weights(self, queries: list[str], sessions: np.ndarray, first: Hits) -> np.ndarray:
+        """Return `session_prior` of the sessions (n, K), -1 padded, of each query."""
+        shares = torch.from_numpy(first.scores).div(COVER_TEMPERATURE).softmax(dim=1).numpy()
+        same = self.mindscape.session_of[first.rows][:, None, :] == sessions[:, :, None]  # (n, K, K₀)
+        activation = (same * shares[:, None, :]).sum(axis=2)
+        vectors = self.session_vectors(self.selector)[sessions.clip(min=0)]
+        relevance = np.einsum("nd,nkd->nk", self.selector.encode_queries(queries), vectors)
+        mask = torch.from_numpy(sessions >= 0)
+        return session_prior(torch.from_numpy(activation), torch.from_numpy(relevance), mask).numpy()
 
     def _record(
         self, chosen: list[int], mode: str, gains: Sequence[float] = (), terms: dict[str, float] | None = None

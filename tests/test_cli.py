@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -79,12 +78,12 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
     command = [sys.executable, "-m", "mia_serve", "--help"]
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = os.times()
         shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True)
-        seconds.append(time.perf_counter() - start)
+        end = os.times()  # of processor time: other processes on the machine do not count
+        seconds.append(end.children_user - start.children_user + end.children_system - start.children_system)
     assert "signature" in shown.stdout and "eval" in shown.stdout
-    # 0.3 s on a quiet machine; test machines are busy, so twice that, and the cause of slowness apart:
-    assert min(seconds) < 0.6, seconds
+    assert min(seconds) < 0.4, seconds
     heavy = ["torch", "numpy", "transformers", "pyarrow", "faiss", "pytrec_eval", "sentence_transformers", "rich"]
     code = f"import sys, mia_serve.cli; print([m for m in {heavy!r} if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -186,7 +185,14 @@ def test_eval_retrieval_prints_table_and_writes_json(run: Run, tiny_bert: Path, 
     assert ran.code == 0, ran.err
     assert "E2, coverage signature" in ran.out and "saltmarsh" in ran.out
     record = json.loads(target.read_text(encoding="utf-8"))
-    assert [row["key"] for row in record["rows"]] == ["base", "none", "first_k", "coverage", "shuffled"]
+    assert [row["key"] for row in record["rows"]] == [
+        "base",
+        "none",
+        "first_k",
+        "coverage",
+        "coverage_prior",
+        "shuffled",
+    ]
     assert record["settings"]["k0"] == 10 and record["settings"]["n_boot"] == 50
     assert record["benchmark"]["queries"] == len(per_query.read_text(encoding="utf-8").splitlines()) == 8
     again = run(*command, "--base", tiny_bert, "--json", "-")

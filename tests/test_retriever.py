@@ -176,7 +176,7 @@ def test_defaults_follow_the_encoders(mindscape: Mindscape) -> None:
     assert both.search(QUERIES).signatures is not None
     assert both.search(QUERIES, encoder="e1").signatures is None
     assert only.search(QUERIES).signatures is None
-    assert only.search(QUERIES, signature="coverage").signatures is not None
+    assert Retriever(mindscape, e1, prior=0.1).search(QUERIES, signature="coverage").signatures is not None
     assert both.search(QUERIES, signature="none").signatures is None
     assert both.search(QUERIES, encoder="e1").hits.ids == only.search(QUERIES).hits.ids
     assert Retriever(mindscape, e1, e1).search(QUERIES).signatures is not None
@@ -224,12 +224,12 @@ def test_queries_are_encoded_in_one_call(mindscape: Mindscape) -> None:
 
 def test_precomputed_vectors_are_used_and_shared(mindscape: Mindscape) -> None:
     cache: dict[str, np.ndarray] = {}
-    first = Retriever(mindscape, WordEncoder(), vectors=cache).search(QUERIES, signature="coverage")
+    first = Retriever(mindscape, WordEncoder(), vectors=cache, prior=0.1).search(QUERIES, signature="coverage")
     assert set(cache) == {"hash-words", "hash-words/sessions"}
     for vectors in cache.values():
         vectors.setflags(write=False)  # as a memory map would be
     encoder = WordEncoder()
-    again = Retriever(mindscape, encoder, vectors=cache).search(QUERIES, signature="coverage")
+    again = Retriever(mindscape, encoder, vectors=cache, prior=0.1).search(QUERIES, signature="coverage")
     assert not encoder.documents and again.hits.ids == first.hits.ids
     with pytest.raises(ValueError, match=r"need \(12, 64\)"):
         Retriever(mindscape, WordEncoder(), vectors={"hash-words": np.zeros((3, 64), np.float32)})
@@ -318,3 +318,43 @@ def test_real_minilm(minilm: Encoder) -> None:
     np.testing.assert_array_equal(plain.hits.rows, np.argsort(-expected, axis=1)[:, :3])
     given = retriever.search(queries, 3, [Signature((), s.texts) for s in results.signatures])
     assert given.hits.ids == results.hits.ids
+
+
+@pytest.mark.parametrize("candidates", ["all", "e1_topk"])
+def test_prior_adds_its_weight_to_the_chunks_of_the_signatures_sessions(mindscape: Mindscape, candidates: str) -> None:
+    e1 = WordEncoder()
+    retriever = Retriever(mindscape, e1, k0=5, k_sum=2, prior=0.2, candidates=candidates)
+    found = retriever.search(QUERIES, k=4, signature="coverage", encoder="e1")
+    assert found.signatures is not None
+    chunk_vectors = e1.encode_documents([c.text for c in mindscape.chunks])
+    for i, (query, signature) in enumerate(zip(QUERIES, found.signatures, strict=True)):
+        vector = e1.encode_queries([query])[0]
+        scores = (chunk_vectors @ vector).astype(np.float64)
+        rows, _ = naive_pool(mindscape, e1, query, 5)
+        share = np.exp(scores[rows] / 0.05) / np.exp(scores[rows] / 0.05).sum()
+        logits = []
+        for name in signature.session_ids:
+            session = next(s for s in mindscape.sessions if s.id == name)
+            activation = sum(w for w, r in zip(share, rows, strict=True) if mindscape.chunks[r].session_id == name)
+            logits.append(np.log(activation + 1e-3) + float(e1.encode_documents([session.summary])[0] @ vector) / 0.1)
+        weights = np.exp(logits) / np.exp(logits).sum()
+        for name, weight in zip(signature.session_ids, weights, strict=True):
+            scores[[c.session_id == name for c in mindscape.chunks]] += 0.2 * weight
+        among = range(len(scores)) if candidates == "all" else rows
+        order = sorted(among, key=lambda r: (-scores[r], mindscape.chunks[r].id))[:4]
+        assert found.hits.scores[i] == pytest.approx(scores[order], abs=1e-5)
+        assert found.hits.ids[i] == [mindscape.chunks[r].id for r in order]
+
+
+def test_prior_of_a_foreign_or_text_only_signature_changes_nothing(mindscape: Mindscape) -> None:
+    e1 = WordEncoder()
+    plain = Retriever(mindscape, e1).search(QUERIES, k=3)
+    weighted = Retriever(mindscape, e1, prior=0.5)
+    foreign = Signature(("elsewhere:w0",), ("a text",))
+    for given in ([foreign] * len(QUERIES), [["only a text"]] * len(QUERIES)):
+        found = weighted.search(QUERIES, k=3, signature=given, encoder="e1")
+        assert found.hits.ids == plain.hits.ids
+    with pytest.raises(ValueError, match="E1 reads the query alone"):
+        Retriever(mindscape, e1).search(QUERIES, signature="coverage")
+    with pytest.raises(ValueError, match="prior=-1"):
+        Retriever(mindscape, e1, prior=-1)

@@ -76,6 +76,9 @@ AlphaOption = Annotated[
     float | None, typer.Option(min=0.0, max=1.0, help="Weight of the signature-aware view; the encoder's by default.")
 ]
 K0Option = Annotated[int, typer.Option("--k0", min=1, help="E1's best chunks whose sessions form the pool.")]
+PriorOption = Annotated[
+    float, typer.Option("--prior", min=0.0, help="What the signature's sessions add to their chunks' scores, at most.")
+]
 CoverOption = Annotated[Cover, typer.Option(help="A session covers its members, or all by cosine (the paper's).")]
 CoverWeightOption = Annotated[
     CoverWeight, typer.Option("--cover-weight", help="Chunks count by E1's score, or all alike (the paper's).")

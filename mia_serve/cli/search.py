@@ -23,6 +23,7 @@ from mia_serve.cli.common import (
     K0Option,
     KSumOption,
     Mode,
+    PriorOption,
     check_folder,
     check_output,
     check_query,
@@ -122,6 +123,7 @@ def search(
     alpha: AlphaOption = None,
     k0: K0Option = 50,
     k_sum: KSumOption = None,
+    prior: PriorOption = 0.0,
     cover: CoverOption = Cover.member,
     cover_weight: CoverWeightOption = CoverWeight.e1_score,
     candidates: Annotated[Candidates, typer.Option(help="What E2 ranks.")] = Candidates.all,
@@ -135,7 +137,11 @@ def search(
     check_folder(mindscape, "--mindscape")
     first_name, second_name = _search_encoders(mindscape, encoder, e1)
     if mode is None:
-        mode = SearchMode.coverage if second_name is not None else SearchMode.none
+        mode = SearchMode.coverage if second_name is not None or prior > 0 else SearchMode.none
+    if mode is not SearchMode.none and second_name is None and prior == 0:
+        raise ValueError(
+            "E1 reads the question alone: give --encoder E2, or --prior 0.1 to weigh the signature's sessions"
+        )
     from mia_serve.mindscape import Mindscape
     from mia_serve.retriever import Retriever
 
@@ -151,6 +157,7 @@ def search(
         chooser,
         k0=k0,
         k_sum=k_sum or run_defaults(second_name).k_sum,
+        prior=prior,
         cover=cover.value,
         cover_weight=cover_weight.value,
         alpha=alpha,

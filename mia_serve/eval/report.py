@@ -20,27 +20,33 @@ if TYPE_CHECKING:
 ROW_LABELS: dict[str, str] = {
     "base": "base encoder",
     "e1": "E1",
+    "prior": "E1, signature as prior",
     "none": "E2, no signature",
     "first_k": "E2, first-K signature",
     "coverage": "E2, coverage signature",
+    "coverage_prior": "E2, the same, and as prior",
     "shuffled": "E2, shuffled signature",
     "oracle": "E2, gold-session signature*",
 }
 #: Differences reported, (first, second) for first - second.
 PAIRS: tuple[tuple[str, str], ...] = (
     ("e1", "base"),
+    ("prior", "e1"),
     ("coverage", "e1"),
     ("coverage", "none"),
     ("coverage", "first_k"),
     ("coverage", "shuffled"),
+    ("coverage_prior", "e1"),
     ("oracle", "e1"),
 )
 _PAIR_NAMES = {
     "base": "base",
     "e1": "E1",
+    "prior": "prior",
     "none": "none",
     "first_k": "first-K",
     "coverage": "coverage",
+    "coverage_prior": "coverage and prior",
     "shuffled": "shuffled",
     "oracle": "gold session*",
 }

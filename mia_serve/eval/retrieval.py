@@ -38,6 +38,7 @@ class _Pass:
     haystack: Haystack
     retriever: Retriever | None
     base_retriever: Retriever | None
+    prior_retriever: Retriever | None = None
     rankings: dict[str, list[list[str]]] = field(default_factory=dict)
     signatures: dict[str, list[Signature]] = field(default_factory=dict)
     pools: list[frozenset[int]] = field(default_factory=list)
@@ -55,6 +56,7 @@ def evaluate_retrieval(
     alpha: float | None = None,
     cover: str = "member",
     cover_weight: str = "e1_score",
+    prior: float = 0.1,
     candidates: Literal["all", "e1_topk"] = "all",
     backend: str = "auto",
     seed: int = 0,
@@ -75,6 +77,7 @@ def evaluate_retrieval(
         alpha: Weight of the signature-aware view; that of E2's spec where None.
         cover: What a session covers, ``member`` or ``semantic`` (see `Retriever`).
         cover_weight: How the pool's chunks count, by ``e1_score`` or ``uniform`` (see `Retriever`).
+        prior: β of the rows in which the signature is a prior (see `Retriever`).
         candidates: ``all`` chunks of the haystack, or only E1's K_0 best, ranked by E2.
         backend: Index backend, ``auto``, ``torch`` or ``faiss``.
         seed: Of the shuffled control and of the resamples.
@@ -104,7 +107,8 @@ def evaluate_retrieval(
         plain = None
         if "base" in wanted and base is not None:
             plain = main if e1 is None else Retriever(haystack.mindscape, base, **options)
-        one = _Pass(haystack, main, plain)
+        weighted = Retriever(haystack.mindscape, first, e2, selector, prior=prior, **options) if needs_main else None
+        one = _Pass(haystack, main, plain, weighted)
         _run_rows(one, wanted)
         passes.append(one)
     donors = None
@@ -126,6 +130,7 @@ def evaluate_retrieval(
             "weights": list(DEFAULT_WEIGHTS),
             "cover": cover,
             "cover_weight": cover_weight,
+            "prior": prior,
             "candidates": candidates,
             "backend": backend,
             "depth": DEPTH,
@@ -190,8 +195,10 @@ def _wanted_rows(rows: Sequence[str] | None, base: object, e1: object, e2: objec
         present.discard("base")
     if e1 is None:
         present.discard("e1")
+    if e1 is None:
+        present.discard("prior")
     if e2 is None:
-        present &= {"base", "e1"}
+        present &= {"base", "e1", "prior"}
     if not present:
         raise MiaError(f"none of the rows {', '.join(asked)} has its encoder; give --base, --e1 or --encoder")
     return frozenset(present)
@@ -259,6 +266,11 @@ def _run_rows(one: _Pass, wanted: frozenset[str]) -> None:
     for mode in ("coverage", "first_k", "oracle"):
         if mode in wanted:
             one.rankings[mode] = ranking(retriever, signature=one.signatures[mode])
+    assert one.prior_retriever is not None
+    if "prior" in wanted:
+        one.rankings["prior"] = ranking(one.prior_retriever, encoder="e1", signature=one.signatures["coverage"])
+    if "coverage_prior" in wanted:
+        one.rankings["coverage_prior"] = ranking(one.prior_retriever, signature=one.signatures["coverage"])
 
 
 def _run_shuffled(passes: Sequence[_Pass], donors: np.ndarray | None) -> None:

@@ -172,19 +172,20 @@ class SessionIndex:
                     scores[unsure], rows[unsure] = exhaustive_top(batch[unsure], ready.vectors, ready.order, k)
         return self._hits(scores.cpu().numpy(), rows.cpu().numpy())
 
-    def search_within(self, queries: np.ndarray, rows: np.ndarray, k: int) -> Hits:
+    def search_within(self, queries: np.ndarray, rows: np.ndarray, k: int, bias: np.ndarray | None = None) -> Hits:
         """Rank given rows only, for each query its own.
 
         Args:
             queries: (n, d) finite numbers.
             rows: (n, f) rows of the index, distinct for each query, -1 where padded.
             k: At least 1.
+            bias: (n, f) finite numbers added to the scores of the rows; None for none.
 
         Returns:
             Hits with arrays of shape (n, min(k, f)).
 
         Raises:
-            MiaError: If a query is not finite or not (n, d), k < 1, or a row is not in the index.
+            MiaError: If a query or the bias is not finite or of the wrong shape, k < 1, or a row is not in the index.
         """
         check_count(k, "k")
         given = self._checked(queries, "queries")
@@ -192,6 +193,8 @@ class SessionIndex:
             raise MiaError(f"rows {rows.shape} {rows.dtype}: expected ({len(given)}, f) integers")
         if rows.size and (rows.min() < -1 or rows.max() >= len(self)):
             raise MiaError(f"rows hold {rows.min()}..{rows.max()}: allowed are -1..{len(self) - 1}")
+        if bias is not None and (bias.shape != rows.shape or not np.isfinite(bias).all()):
+            raise MiaError(f"bias {bias.shape}: expected finite numbers of shape {rows.shape}")
         k = min(k, rows.shape[1])
         if not k or not len(given) or not len(self):
             return self._hits(np.full((len(given), k), -np.inf, np.float32), np.full((len(given), k), -1, np.int64))
@@ -199,6 +202,8 @@ class SessionIndex:
         with full_float32(self.device):
             wanted = torch.from_numpy(rows.astype(np.int64)).to(self.device)
             scores = rescore(self._to_device(given), ready.vectors, wanted)
+            if bias is not None:
+                scores = scores + torch.from_numpy(bias).to(scores)
             scores, wanted = by_score_then_rank(scores, wanted, ready.rank)
         return self._hits(scores[:, :k].cpu().numpy(), wanted[:, :k].cpu().numpy())
 

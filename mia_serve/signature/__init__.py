@@ -3,6 +3,7 @@
 from mia_serve.signature.greedy import Selection, select_signature
 from mia_serve.signature.objective import DEFAULT_WEIGHTS, SetValue, set_function_value
 from mia_serve.signature.pool import first_k, unique_in_order
+from mia_serve.signature.prior import session_prior
 from mia_serve.signature.record import Signature
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Signature",
     "first_k",
     "select_signature",
+    "session_prior",
     "set_function_value",
     "unique_in_order",
 ]

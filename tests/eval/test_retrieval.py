@@ -99,14 +99,14 @@ def _run(benchmark: Benchmark, **options: Any) -> Any:
     return evaluate_retrieval(benchmark, **settings)
 
 
-ALL = ("base", "e1", "none", "first_k", "coverage", "shuffled", "oracle")
+ALL = ("base", "e1", "prior", "none", "first_k", "coverage", "coverage_prior", "shuffled", "oracle")
 
 
 def test_rows_and_pairs() -> None:
     report = _run(_benchmark(), rows=ALL)
     assert [row.key for row in report.rows] == list(ALL)
-    assert [row.label for row in report.rows][4] == "E2, coverage signature"
-    assert [row.oracle for row in report.rows] == [False] * 6 + [True]
+    assert [row.label for row in report.rows][5] == "E2, coverage signature"
+    assert [row.oracle for row in report.rows] == [False] * 8 + [True]
     named = {(pair.first, pair.second) for pair in report.pairs}
     assert named >= {
         ("e1", "base"), ("coverage", "e1"), ("coverage", "none"), ("coverage", "first_k"), ("coverage", "shuffled"),
@@ -118,10 +118,10 @@ def test_rows_and_pairs() -> None:
 
 
 def test_rows_without_their_encoder_are_absent() -> None:
-    assert [row.key for row in _run(_benchmark(), e2=None).rows] == ["base", "e1"]
+    assert [row.key for row in _run(_benchmark(), e2=None).rows] == ["base", "e1", "prior"]
     assert [row.key for row in _run(_benchmark(), e1=None, e2=None).rows] == ["base"]
     without_e1 = [row.key for row in _run(_benchmark(), e1=None).rows]
-    assert without_e1 == ["base", "none", "first_k", "coverage", "shuffled"]
+    assert without_e1 == ["base", "none", "first_k", "coverage", "coverage_prior", "shuffled"]
     assert "oracle" not in [row.key for row in _run(_benchmark()).rows]
 
 
@@ -246,7 +246,7 @@ def test_evl_13_output_says_how_intervals_were_made() -> None:
 
 
 def test_evl_15_unknown_row_lists_the_available_ones() -> None:
-    with pytest.raises(MiaError, match="unknown row 'e3'; available: base, e1, none"):
+    with pytest.raises(MiaError, match="unknown row 'e3'; available: base, e1, prior, none"):
         _run(_benchmark(), rows=("e3",))
 
 

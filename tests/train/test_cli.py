@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -144,11 +144,12 @@ def test_help_needs_no_torch_and_answers_at_once() -> None:
     code += "    assert not {'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules), 'heavy import'"
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = os.times()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - start)
+        end = os.times()  # of processor time: other processes on the machine do not count
+        times.append(end.children_user - start.children_user + end.children_system - start.children_system)
     assert "run" in done.stdout and "check" in done.stdout
-    assert min(times) < 0.6  # 0.1 s on an idle machine
+    assert min(times) < 0.4, times
 
 
 def test_python_m_mia_train_is_the_command() -> None:
