@@ -122,11 +122,10 @@ class Retriever:
             raise MiaError(f"alpha={alpha}: allowed are 0 (query alone) to 1 (signature view alone)")
         if not 0 <= prior < math.inf:
             raise MiaError(f"prior={prior}: allowed are 0 (none) and more; 0.1 is a good start")
-        self.mindscape, self.prior = mindscape, prior
         self.e1, self.e2, self.selector = e1, e2, selector if selector is not None else e1
         self.k0, self.k_sum, self.alpha, self.candidates = k0, k_sum, alpha, candidates
         self.weights, self.cover, self.cover_weight = check_weights(weights), cover, cover_weight
-        self.order, self.backend = order, backend
+        self.mindscape, self.prior, self.order, self.backend = mindscape, prior, order, backend
         self.device = resolve_device("cpu" if backend == "faiss" and device == "auto" else device)
         self.vectors = vectors if vectors is not None else {}
         # A spec hash reads the weights, so it is taken once for each encoder.
@@ -229,7 +228,8 @@ class Retriever:
         return self.vectors[key]
 
     def _first_search(self, queries: list[str]) -> Hits:
-        return self._index(self.e1).search(self.e1.encode_queries(queries), self.k0)
+        vectors = self.e1.encode_queries(queries)  # first: a query that is refused costs no encoding of chunks
+        return self._index(self.e1).search(vectors, self.k0)
 
     def _signatures(self, queries: list[str], first: Hits, mode: str) -> list[Signature]:
         sessions = torch.from_numpy(self.mindscape.session_of[first.rows])  # (n, K₀)

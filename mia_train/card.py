@@ -144,6 +144,10 @@ def _training(facts: CardFacts) -> dict[str, list[str]]:
     )
     if recipe.loss.beta is not None:
         loss += f", {recipe.loss.beta:g} chunk + {1 - recipe.loss.beta:g} node"
+    if recipe.loss.mask_margin is not None:
+        loss += f", negatives masked above the positive + {recipe.loss.mask_margin:g}"
+    for view, weight in (("query", recipe.loss.query_view), ("signature", recipe.loss.signature_view)):
+        loss += f", + {weight:g} on the {view} view alone" if weight > 0 else ""
     lora = "full fine-tune"
     if recipe.lora is not None:
         targets = recipe.lora.targets if isinstance(recipe.lora.targets, str) else ", ".join(recipe.lora.targets)
@@ -169,8 +173,9 @@ def _training(facts: CardFacts) -> dict[str, list[str]]:
     if recipe.data.view == "signature":
         chooser = _short(recipe.data.signature_encoder or recipe.model.base)
         values["signature"] = (
-            f"{recipe.data.signature_mode}, chosen by `{chooser}` for benchmark rows; "
-            f"dropout {recipe.data.signature_dropout:g}, noise {recipe.data.signature_noise:g}"
+            f"{recipe.data.signature_mode}, at most {recipe.data.k_sum}, chosen by `{chooser}` for benchmark rows; "
+            f"gold {recipe.data.signature_gold:g}, dropout {recipe.data.signature_dropout:g}, "
+            f"noise {recipe.data.signature_noise:g}"
         )
     return {name: [value] for name, value in values.items()}
 

@@ -109,3 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
         rank = f"[process {process_rank()}] " if process_count() > 1 else ""
         typer.echo(f"{rank}error: {error}", err=True)
         sys.exit(2)
+    except RuntimeError as error:
+        if type(error).__name__ != "TrainingDiverged":  # known by name: its module would bring torch in
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)

@@ -52,6 +52,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # "<<", whose keys the mapping may give again
+                continue
             key = self.construct_object(key_node, deep=deep)
             if isinstance(key, str) and key in seen:
                 raise MiaError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice; keep one")
@@ -90,7 +92,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as error:
         raise MiaError(_explain(error, path, sources)) from None
     for tracker in recipe.training.report_to:
-        if importlib.util.find_spec(tracker) is None:
+        found = importlib.util.find_spec(tracker)
+        if found is None or found.origin is None:  # no origin: just a folder of that name, such as wandb's own ./wandb
             raise MiaError(
                 f"{path}: training.report_to: {tracker} is not installed; run `pip install {tracker}`, or leave it out "
                 "(the JSONL log is always written)"

@@ -212,19 +212,25 @@ def _shuffled(rows: Sequence[int], random: np.random.Generator) -> list[int]:
     return [rows[i] for i in random.permutation(len(rows))]
 
 
-def check_rows(rows: list[Row], recipe: Recipe, encoder: Encoder) -> None:
-    """Find before the first step whatever would stop a later one.
+def check_rows(rows: list[Row], recipe: Recipe, encoder: Encoder, processes: int = 1) -> None:
+    """Find before the first step whatever would stop a later one, or let it learn nothing.
 
     Raises:
         MiaError: A query or signature does not fit, a row lacks the negatives or nodes that the loss needs.
     """
     own = recipe.loss.negatives == "own"
-    for row in rows:
-        if own and not row.negatives:
-            raise MiaError(
-                f"row {row.query_id!r} has no negatives and needs at least 2 candidates per query; mine some, or set "
-                "loss.negatives: in_batch"
-            )
+    alone = own or recipe.training.batch_size * processes == 1  # a query meets the documents of its own row only
+    bare = [row.query_id for row in rows if recipe.negatives_per_row == 0 or not _has_negative(row)]
+    if alone and bare:
+        raise MiaError(
+            f"row {bare[0]!r} has no negatives (its own positives do not count) and needs at least 2 candidates per "
+            "query; mine some, or set loss.negatives: in_batch and training.batch_size above 1"
+        )
+    if len(bare) == len(rows) and len({text_key(p.text) for row in rows for p in row.positives}) == 1:
+        raise MiaError(
+            f"row {bare[0]!r} has no negatives and no other row has another positive, but a query needs at least 2 "
+            "candidates; mine negatives, or give more rows"
+        )
     wanted = recipe.negatives_per_row
     short = sum(len(row.negatives) < wanted for row in rows)
     if short:
@@ -248,6 +254,12 @@ def check_rows(rows: list[Row], recipe: Recipe, encoder: Encoder) -> None:
             raise MiaError(f"row {row.query_id!r}: {error}") from None
     if show and not any(row.signature for row in rows):
         raise MiaError("data.view: signature, but no row has a signature; take view: query, or rows with signatures")
+
+
+def _has_negative(row: Row) -> bool:
+    """Return whether some negative of a row would not be masked as one of its positives."""
+    ids, texts = {p.id for p in row.positives}, {text_key(p.text) for p in row.positives}
+    return any(p.id not in ids and text_key(p.text) not in texts for p in row.negatives)
 
 
 def make_collator(recipe: Recipe, encoder: Encoder, rows: list[Row], groups: int = 4) -> Collator:

@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+import yaml
+
 from mia_serve.core import SPEC_FILE, Encoder
 from mia_train.config import Recipe, dump_recipe
 
@@ -24,6 +26,20 @@ def write_run_facts(recipe: Recipe, folder: Path) -> None:
     home = Path(recipe.training.output_dir).resolve().parent
     facts = {"base": _near(base, folder, home), "e1": _near(e1, folder, home), "k_sum": recipe.data.k_sum}
     (folder / RUN_FILE).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+
+
+def changes_since(checkpoint: Path, recipe: Recipe) -> list[str]:
+    """Name what a recipe says about encoder and rows that the run of ``checkpoint`` did not, one line each."""
+    file = checkpoint / RECIPE_FILE
+    then = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else {}
+    now, notes = recipe.model_dump(mode="json"), []
+    for section in ("model", "lora", "data"):
+        before, after = ((content.get(section) or {}) for content in (then, now))
+        for key in after if then else ():
+            if key != "eval" and before.get(key) != after[key]:
+                was = f"was {before[key]!r}" if key in before else "was not given"
+                notes.append(f"{section}.{key}: {was} up to {checkpoint.name} and is {after[key]!r} now")
+    return notes
 
 
 def untrained_base(recipe: Recipe) -> str:

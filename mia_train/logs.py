@@ -27,15 +27,22 @@ class MetricsLog:
     Args:
         folder: The run's output folder.
         start: Step the run starts at; lines of an interrupted run beyond it are dropped.
+
+    Attributes:
+        kept: The lines of the interrupted run that stay.
     """
 
     def __init__(self, folder: Path, start: int = 0) -> None:
         self.path = folder / LOG_FILE
-        kept = []
+        lines: list[dict[str, Any]] = []
         if start > 0 and self.path.is_file():
-            lines = self.path.read_text("utf-8").splitlines()
-            kept = [line for line in lines if line.strip() and json.loads(line)["step"] <= start]
-        self.path.write_text("".join(line + "\n" for line in kept), "utf-8")
+            for line in self.path.read_text("utf-8").splitlines():
+                try:
+                    lines.append(json.loads(line))
+                except json.JSONDecodeError:  # the run was killed while it wrote
+                    break
+        self.kept = [line for line in lines if line["step"] <= start]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in self.kept), "utf-8")
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Append one line; what is not a finite number becomes null."""
@@ -47,6 +54,7 @@ class MetricsLog:
 class Meter:
     """Count rows, tokens and the state of the negatives between two log lines, over all ranks."""
 
+    TOTALS = ("total_rows", "total_tokens", "total_seconds")
     # Sums that are kept on the device, so that counting never waits for it.
     _SUMS = ("batches", "positive", "hardest", "masked", "candidates")
 
@@ -100,11 +108,21 @@ class Meter:
             "hardest_negative_similarity": sums["hardest"] / batches,
             "masked_negatives": sums["masked"],
             "negatives_per_row": sums["candidates"] / max(counts[0], 1.0) - 1.0,
+            **{name: getattr(self, name.removeprefix("total_")) for name in self.TOTALS},
         }
+
+    def recall(self, line: dict[str, Any]) -> None:
+        """Go on counting from a line that :meth:`read` gave an interrupted run."""
+        for name in self.TOTALS:
+            setattr(self, name.removeprefix("total_"), line.get(name, 0))
 
     @property
     def _float64(self) -> torch.dtype:
         return torch.float32 if self.device.type == "mps" else torch.float64
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many steps in a row had no finite gradient."""
 
 
 class NonFiniteGuard:
@@ -131,7 +149,7 @@ class NonFiniteGuard:
         """Drop the gradients if their norm is not finite.
 
         Raises:
-            RuntimeError: ``limit`` steps in a row were not finite; their query ids have been saved.
+            TrainingDiverged: ``limit`` steps in a row were not finite; their query ids have been saved.
         """
         ids, self._batch_ids = self._batch_ids, []
         if math.isfinite(float(norm)):
@@ -149,7 +167,7 @@ class NonFiniteGuard:
         file = self.folder / NONFINITE_FILE
         if distributed.is_main():
             file.write_text(json.dumps(self._consecutive, indent=2), "utf-8")
-        raise RuntimeError(
+        raise TrainingDiverged(
             f"{self.limit} steps in a row had no finite gradient; the rows are listed in {file}. "
             "Lower training.learning_rate, or look at these rows"
         )

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from mia_serve.core import Encoder, fuse_views
+from mia_serve.core import Encoder, MiaError, fuse_views
 from mia_train import distributed
 from mia_train.collate import Collator, Schedule, SlotKeys, TrainBatch
 from mia_train.evaluate import RetrievalEvaluation
-from mia_train.finish import write_run_facts
+from mia_train.finish import RECIPE_FILE, write_run_facts
 from mia_train.logs import Meter, MetricsLog, NonFiniteGuard
 from mia_train.losses import Candidates, LossOutput, PositiveKeys, info_nce, joint
 from mia_train.model import MiaModel, load_encoder
@@ -102,11 +102,32 @@ class MiaTrainer(Trainer):
         self.output = Path(str(arguments.output_dir))
         self.log_file = MetricsLog(self.output, start) if distributed.is_main() else None
         self.guard = NonFiniteGuard(self.output, MAX_NONFINITE_STEPS)
-        self.last_metrics: dict[str, float] = {}
-        self.best_metrics: dict[str, float] = {}
+        self.evaluations: dict[int, dict[str, float]] = {}  # by step
         self.last_loss: float | None = None
+        if self.log_file is not None:
+            self._recall(self.log_file.kept)
         self.remove_callback(PrinterCallback)
         self.add_callback(_StepLine())
+
+    def _recall(self, lines: list[dict[str, Any]]) -> None:
+        """Take over what an interrupted run had found out, so that log and card tell of the whole run."""
+        for line in lines:
+            if "loss" in line:
+                self.last_loss, self.guard.skipped = line["loss"], line["skipped_steps"]
+                self.meter.recall(line)
+            metrics = {k.removeprefix("eval_"): v for k, v in line.items() if k.startswith("eval_")}
+            if metrics:
+                self.evaluations[line["step"]] = metrics
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """Metrics of the last evaluation; empty before the first."""
+        return self.evaluations[max(self.evaluations)] if self.evaluations else {}
+
+    @property
+    def best_metrics(self) -> dict[str, float]:
+        """Metrics of the best step so far."""
+        return self.evaluations.get(self.state.best_global_step or 0, {})
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[int]:
         return torch.utils.data.SequentialSampler(self.schedule)  # which is shuffled already
@@ -166,7 +187,7 @@ class MiaTrainer(Trainer):
         self.meter.pause()
         self.encoder.model.eval()
         metrics = distributed.on_main(lambda: self.evaluation() if self.evaluation is not None else {})
-        self.last_metrics = metrics
+        self.evaluations[self.state.global_step] = metrics
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
@@ -176,7 +197,6 @@ class MiaTrainer(Trainer):
         best = super()._determine_best_metric(metrics, trial)
         if best:  # save it even where save_steps is not due, or there would be nothing to go back to
             self.control.should_save = True
-            self.best_metrics = dict(self.last_metrics)
         return bool(best)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -209,17 +229,30 @@ class MiaTrainer(Trainer):
 
 
 def load_weights(encoder: Encoder, folder: Path) -> None:
-    """Copy the weights of a checkpoint of the same run into an encoder, in place."""
-    adapter = folder / "adapter_model.safetensors"
-    if adapter.is_file():
-        from peft import set_peft_model_state_dict
+    """Copy the weights of a checkpoint of the same run into an encoder, in place.
 
-        result: Any = set_peft_model_state_dict(encoder.model, load_file(adapter))
-        if result.unexpected_keys:
-            raise RuntimeError(f"{adapter}: unexpected weight {result.unexpected_keys[0]!r}")
-        return
-    saved = Encoder.load(folder, device="cpu", dtype="float32")
-    encoder.model.load_state_dict(saved.model.state_dict())
+    Raises:
+        MiaError: They are not weights of such a model, or of such adapters.
+    """
+    adapter, model = folder / "adapter_model.safetensors", encoder.model
+    fits = adapter.is_file() == hasattr(model, "peft_config")
+    try:
+        if fits and adapter.is_file():
+            from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+            weights = load_file(adapter)
+            fits = weights.keys() == get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+            if fits:
+                set_peft_model_state_dict(model, weights)
+        elif fits:
+            model.load_state_dict(Encoder.load(folder, device="cpu", dtype="float32").model.state_dict())
+    except RuntimeError:  # sizes or names differ; torch lists them all
+        fits = False
+    if not fits:
+        raise MiaError(
+            f"{folder}: its weights do not fit the model and lora sections of this recipe; resume with those of "
+            f"{folder / RECIPE_FILE}, or give another training.output_dir"
+        )
 
 
 class _StepLine(TrainerCallback):

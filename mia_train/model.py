@@ -73,10 +73,10 @@ class MiaModel(nn.Module):
         if hasattr(backbone, "peft_config"):
             if lora is not None:
                 raise MiaError(
-                    f"{encoder.spec.base} is an adapter on another model; merge it first (mia-train merge), "
-                    "or leave the lora section out"
+                    f"{encoder.spec.base} is an adapter on another model, and adapters are not put on adapters; leave "
+                    "the lora section out (a full fine-tune merges it), or start from a full encoder"
                 )
-            backbone = backbone.merge_and_unload()
+            backbone = backbone.merge_and_unload().requires_grad_(True)  # peft had frozen what lies under the adapter
         if lora is not None:
             backbone = add_lora(backbone, lora)
         for name, parameter in backbone.named_parameters():

@@ -94,18 +94,24 @@ def read_rows(paths: Sequence[str | Path]) -> list[Row]:
 
 def _read_raw(path: Path) -> Iterator[tuple[int, Any]]:
     if path.suffix == ".parquet":
+        import pyarrow as pa
         import pyarrow.parquet as parquet
 
-        yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+        try:
+            yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+        except pa.ArrowInvalid as error:
+            raise MiaError(f"{path}: not a Parquet file that can be read ({' '.join(str(error).split())})") from None
         return
     if path.suffix not in (".jsonl", ".json"):
         raise MiaError(f"{path}: training rows are read from .jsonl or .parquet, not {path.suffix or 'this'}")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
             try:
-                yield number, json.loads(line)
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")  # some editors begin a file with a mark
+                if line.strip():
+                    yield number, json.loads(line)
+            except UnicodeDecodeError as error:
+                raise MiaError(f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line); convert it") from None
             except json.JSONDecodeError as error:
                 raise MiaError(f"{path}:{number}: not JSON ({error.msg}); write one object a line") from None
 
@@ -118,15 +124,20 @@ def parse_row(raw: Any, where: str) -> Row:
     if unknown:
         raise MiaError(f"{where}: unknown key {unknown[0]!r}; allowed: {', '.join(_ROW_KEYS)}")
     signature = raw.get("signature")
-    if signature is not None and (
-        not isinstance(signature, list) or not all(isinstance(text, str) and text.strip() for text in signature)
-    ):
-        raise MiaError(f"{where}: 'signature' is a list of non-empty summaries, or null")
+    if signature is not None:
+        if not isinstance(signature, list) or not all(isinstance(text, str) and text.strip() for text in signature):
+            raise MiaError(f"{where}: 'signature' is a list of non-empty summaries, or null")
+        signature = tuple(_text(text, f"{where}: 'signature'[{i}]") for i, text in enumerate(signature))
+    for key in ("group", "source"):
+        if not isinstance(raw.get(key) or "", str):
+            raise MiaError(f"{where}: {key!r} is {raw[key]!r}; it must be a string, or left out")
     positives = _passages(raw.get("positives"), f"{where}: 'positives'")
     if not positives:
         raise MiaError(f"{where}: row without a positive; drop it or give at least one {{'id', 'text'}}")
     nodes = None
     if raw.get("nodes"):
+        if not isinstance(raw["nodes"], dict) or not set(raw["nodes"]) <= {"positives", "negatives"}:
+            raise MiaError(f"{where}: 'nodes' is an object with the keys 'positives' and 'negatives', or null")
         node_positives = _passages(raw["nodes"].get("positives"), f"{where}: 'nodes.positives'")
         if not node_positives:
             raise MiaError(f"{where}: 'nodes' without a positive; drop 'nodes' or give at least one {{'id', 'text'}}")
@@ -136,7 +147,7 @@ def parse_row(raw: Any, where: str) -> Row:
         query=_text(raw.get("query"), f"{where}: 'query'"),
         positives=positives,
         negatives=_passages(raw.get("negatives"), f"{where}: 'negatives'"),
-        signature=tuple(signature) if signature is not None else None,
+        signature=signature,
         nodes=nodes,
         group=raw.get("group") or "",
         source=raw.get("source") or "",
@@ -146,6 +157,8 @@ def parse_row(raw: Any, where: str) -> Row:
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise MiaError(f"{where} is {'empty' if value == '' else repr(value)}; it must be a non-empty string")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise MiaError(f"{where} holds half of a surrogate pair, which is no text; clean the file")
     return value
 
 

@@ -232,7 +232,7 @@ class TrainingSection(_Section):
     save_steps: Positive | None = None
     metric: str = "mrr"
     report_to: Annotated[tuple[Literal["wandb", "tensorboard"], ...], BeforeValidator(_as_list)] = ()
-    seed: Count = 0
+    seed: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, lt=2**32)] = 0  # as far as NumPy's seeds reach
     max_grad_norm: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 1.0
     log_steps: Positive = 10
 

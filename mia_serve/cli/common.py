@@ -210,9 +210,9 @@ def run_defaults(checkpoint: str | None) -> RunDefaults:
     path = folder / RUN_FILE
     if not path.is_file():
         spec = folder / "mia_encoder.json"
-        record = _read_object(spec) if spec.is_file() else {}
+        record = read_object(spec) if spec.is_file() else {}
         return RunDefaults(_resolve(record.get("base"), folder, spec))
-    record = _read_object(path)
+    record = read_object(path)
     unknown = sorted(set(record) - {"base", "e1", "k_sum"})
     if unknown:
         raise ValueError(f"{path}: unknown key {unknown[0]!r}; allowed: base, e1, k_sum")
@@ -228,7 +228,12 @@ def chosen(option: str | None, default: str | None) -> str | None:
     return None if name is None or name.lower() == NONE else name
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        ValueError: It is not valid JSON, or holds something else.
+    """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

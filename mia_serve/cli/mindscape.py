@@ -118,7 +118,7 @@ def _from_books(
     books = []
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")  # without the mark that Windows editors put first
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 (byte {error.start}); convert it first") from error
         if not text.strip():

@@ -32,7 +32,7 @@ from mia_serve.cli.common import (
     load_encoder,
     run_defaults,
 )
-from mia_serve.cli.vectors import PARTS, MindscapeOption, default_encoder, stored_vectors
+from mia_serve.cli.vectors import PARTS, MindscapeOption, check_kept, default_encoder, stored_vectors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,6 +80,8 @@ def signature(
     opened = Mindscape.load(mindscape)
     cache: dict[str, Encoder] = {}
     first = load_encoder(name, device, cache)
+    if encoder is None:
+        check_kept(mindscape, name, first)
     chooser = load_encoder(selector, device, cache) if selector is not None else first
     retriever = Retriever(
         opened,
@@ -148,6 +150,8 @@ def search(
     opened = Mindscape.load(mindscape)
     cache: dict[str, Encoder] = {}
     first = load_encoder(first_name, device, cache)
+    if encoder is None and e1 is None:
+        check_kept(mindscape, first_name, first)
     second = load_encoder(second_name, device, cache) if second_name is not None else None
     chooser = load_encoder(selector, device, cache) if selector is not None else first
     retriever = Retriever(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +15,7 @@ from mia_serve.cli.common import (
     emit,
     load_encoder,
     progress,
+    read_object,
     write_file,
 )
 
@@ -185,7 +185,20 @@ def default_encoder(path: Path) -> str:
     note = path / BUILT_WITH
     if not note.is_file():
         raise ValueError(f"{path} does not name the encoder it was built with; give --encoder")
-    name = json.loads(note.read_text(encoding="utf-8")).get("encoder")
+    name = read_object(note).get("encoder")
     if not isinstance(name, str):
         raise ValueError(f"{note} names no encoder; give --encoder")
     return name
+
+
+def check_kept(path: Path, name: str, encoder: Encoder) -> None:
+    """Refuse the encoder that a mindscape names where it is no longer the one that made the mindscape's vectors.
+
+    Raises:
+        ValueError: No vectors of this encoder are kept; the message names its hash and the fix.
+    """
+    if stored_vectors(path, "chunks", encoder) is None:
+        raise ValueError(
+            f"{path} keeps no vectors of its encoder {name} as it is now (spec hash {encoder.spec_hash}): the "
+            "checkpoint or its number format has changed; run `mia-serve embed` with it, or encode once with --encoder"
+        )

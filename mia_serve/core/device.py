@@ -17,7 +17,10 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise MiaError(f"device {device!r} was asked for, but torch sees no CUDA device; use 'cpu' or 'auto'")
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise MiaError(f"device {device!r}; allowed: auto, cpu, cuda, cuda:1 … or another that torch knows") from error
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

@@ -244,6 +244,13 @@ class Encoder:
             self._embed_rows(items[:middle], arrays, failed)
             self._embed_rows(items[middle:], arrays, failed)
             return
+        broken = ~np.isfinite(vectors).all(axis=1)
+        if broken.any():
+            text = items[int(batch.rows[int(broken.argmax())])][0]
+            raise RuntimeError(
+                f"the encoder gave NaN for text {text}: its weights are broken, or too large for their number format; "
+                "try dtype 'float32' or an earlier checkpoint"
+            )
         for row, view, vector in zip(batch.rows.tolist(), batch.views, vectors, strict=True):
             if view in arrays:
                 arrays[view][items[row][0]] = vector

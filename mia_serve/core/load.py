@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoModel, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from mia_serve.core.errors import MiaError
@@ -129,16 +130,14 @@ def load_parts(name: str, dtype: torch.dtype, overrides: dict[str, Any]) -> tupl
     adapter = facts.backbone / "adapter_config.json"
     if adapter.is_file():
         model, base_tokenizer, base_spec = load_parts(adapter_base(facts), dtype, {})
-        from peft import PeftModel
-
-        model = cast(torch.nn.Module, PeftModel.from_pretrained(model, str(facts.backbone)))
+        model = _with_adapter(model, facts.backbone)
         own = (facts.backbone / "tokenizer_config.json").is_file() or (facts.backbone / "tokenizer.json").is_file()
-        tokenizer = AutoTokenizer.from_pretrained(facts.backbone) if own else base_tokenizer
-        config = model.config
+        tokenizer = _tokenizer(facts.backbone) if own else base_tokenizer
+        config: Any = model.config
     else:
-        config = AutoConfig.from_pretrained(facts.backbone)
-        model = AutoModel.from_pretrained(facts.backbone, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(facts.backbone)
+        model = _backbone(facts.backbone, dtype)
+        tokenizer = _tokenizer(facts.backbone)
+        config = model.config
         base_spec = None
     if facts.kind == "mia":
         spec = EncoderSpec.from_json((facts.folder / SPEC_FILE).read_text("utf-8"), str(facts.folder / SPEC_FILE))
@@ -147,9 +146,68 @@ def load_parts(name: str, dtype: torch.dtype, overrides: dict[str, Any]) -> tupl
     else:
         spec = _inferred_spec(name, facts, config, tokenizer)
     try:
-        return model, tokenizer, spec.with_changes(**overrides)
+        spec = spec.with_changes(**overrides)
     except TypeError as error:
         raise MiaError(f"{name}: {error}; the fields are those of EncoderSpec") from error
+    _check_fits(name, spec, config)
+    return model, tokenizer, spec
+
+
+def _backbone(folder: Path, dtype: torch.dtype) -> Any:
+    """Open a transformers model, and refuse one whose weights are not all there: random ones would take their place."""
+    try:
+        model, loading = AutoModel.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except (ValueError, RuntimeError, SafetensorError) as error:
+        raise MiaError(f"{folder}: its model cannot be read ({error}); get or save the folder again") from error
+    # The pooler of a BERT is not used here, and many folders lack it.
+    missing = sorted(key for key in loading["missing_keys"] if "pooler" not in key)
+    if missing:
+        raise MiaError(
+            f"{folder}: its weights lack {missing[0]!r} ({len(missing)} in all); get or save the folder again"
+        )
+    return model
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except ValueError as error:
+        raise MiaError(f"{folder}: its tokenizer cannot be read ({error}); get or save the folder again") from error
+
+
+def _with_adapter(model: torch.nn.Module, folder: Path) -> Any:
+    """Put an adapter-only folder on its base."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise MiaError(f"{folder}: an adapter needs the package peft: pip install peft") from error
+    task = _json(folder / "adapter_config.json").get("task_type")
+    if task not in (None, "FEATURE_EXTRACTION"):
+        raise MiaError(f"{folder}: an adapter for task_type {task!r}; allowed: FEATURE_EXTRACTION, or none given")
+    try:
+        adapted = PeftModel.from_pretrained(cast(Any, model), str(folder))
+        # Only this tells which weights were found; peft itself would go on with the bare base.
+        missing = adapted.load_adapter(str(folder), "default").missing_keys
+    except (ValueError, RuntimeError, SafetensorError) as error:
+        raise MiaError(f"{folder}: its adapter cannot be read ({error}); get or save the folder again") from error
+    if missing:
+        raise MiaError(
+            f"{folder}: its adapter lacks {missing[0]!r} ({len(missing)} in all); it was made for another model"
+        )
+    return adapted
+
+
+def _check_fits(name: str, spec: EncoderSpec, config: Any) -> None:
+    """Refuse a spec that the model cannot serve, rather than fail inside it at the first long text."""
+    if spec.dim != config.hidden_size:
+        raise MiaError(f"{name}: dim is {spec.dim} but the model is {config.hidden_size} wide; give that")
+    if getattr(config, "max_position_embeddings", None):
+        limit = positions(config)
+        for field_name in ("max_query_tokens", "max_document_tokens"):
+            if getattr(spec, field_name) > limit:
+                raise MiaError(
+                    f"{name}: {field_name} is {getattr(spec, field_name)}; the model's positions reach {limit}"
+                )
 
 
 def adapter_base(facts: FolderFacts) -> str:
@@ -164,6 +222,8 @@ def adapter_base(facts: FolderFacts) -> str:
     if not base:
         raise MiaError(f"{facts.backbone}: adapter_config.json names no base_model_name_or_path; add it")
     beside = facts.backbone / str(base)
+    if any(path.is_dir() and path.samefile(facts.backbone) for path in (beside, Path(str(base)))):
+        raise MiaError(f"{facts.backbone}: its base_model_name_or_path {base!r} is the adapter itself; name its base")
     return str(beside) if str(base).startswith(".") and beside.is_dir() else str(base)
 
 
@@ -293,7 +353,10 @@ def _name_base(file: Path, spec: EncoderSpec) -> None:
 
 
 def _json(file: Path) -> Any:
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    try:
+        return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise MiaError(f"{file} is not valid JSON ({error}); get or save the folder again") from error
 
 
 def _write(file: Path, value: Any) -> None:

@@ -51,8 +51,13 @@ class EncoderSpec:
         ):
             if getattr(self, name) not in allowed:
                 raise MiaError(f"encoder spec: {name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
-        if not 0.0 <= self.alpha <= 1.0:
-            raise MiaError(f"encoder spec: alpha is {self.alpha}; allowed: 0 to 1")
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0.0 <= self.alpha <= 1.0:
+            raise MiaError(f"encoder spec: alpha is {self.alpha!r}; allowed: 0 to 1")
+        special = len(self.template.start) + len(self.template.end)
+        for name, least in (("dim", 1), ("max_query_tokens", special + 1), ("max_document_tokens", special + 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise MiaError(f"encoder spec: {name} is {value!r}; allowed: integers from {least}")
 
     @property
     def hash(self) -> str:
@@ -75,7 +80,12 @@ class EncoderSpec:
         Raises:
             MiaError: A field is missing or unknown, or the template does not match its recorded hash.
         """
-        raw = json.loads(text)
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise MiaError(f"{source} is not valid JSON ({error}); save the encoder again") from error
+        if not isinstance(raw, dict) or not isinstance(raw.get("template", {}), dict):
+            raise MiaError(f"{source} and its template must each hold a JSON object; save the encoder again")
         recorded = raw.pop("template_hash", None)
         known = {f.name for f in fields(cls)}
         unknown = set(raw) - known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -35,6 +36,12 @@ def recover(path: Path) -> None:
     """Put the old folder back if a writer died between the two renames; readers call it before they look."""
     if not path.exists() and _previous(path).is_dir():
         os.rename(_previous(path), path)
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file's bytes in hex digits."""
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

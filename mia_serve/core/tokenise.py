@@ -121,21 +121,22 @@ class TextTokeniser:
         causal = self.spec.pooling == "last"
         query_span = (query_end - 1, query_end) if causal else self._span(0, len(alone))
         node_ids = [self._node] if node and self._node is not None else []
-        if not summaries:
+        tail = ([] if self._node is None else [self._node]) + self._end
+        head = self._start + ids + self._end[:1]
+        left = limit - len(head) - len(self._lead) - len(tail)
+        # A query that had to be cut, or nearly, takes all there is: summaries go before any of it does.
+        if not summaries or (truncate and left < self._least_room(len(summaries))):
             spans = {"query": query_span}
             if node_ids and len(alone) < limit:
                 alone = alone + node_ids
                 spans["node"] = (len(alone) - 1, len(alone))
             return [Sequence(alone, spans)]
-        node_ids = [self._node] if self._node is not None else []
-        head = self._start + ids + self._end[:1]
-        tail = node_ids + self._end
-        body = self._signature(row, summaries, limit - len(head) - len(self._lead) - len(tail))
+        body = self._signature(row, summaries, left)
         whole = head + self._lead + body + tail
         n = len(whole)
         if causal:
             spans = {"query": query_span, "chunk": (n - 1, n)}
-            if node_ids:
+            if self._node is not None:
                 spans["node"] = (n - 1 - len(self._end), n - len(self._end))
             return [Sequence(whole, spans)]
         chunk = self._span(0, len(head) if self.spec.signature_pooling == "query" else n)
@@ -150,12 +151,12 @@ class TextTokeniser:
             for i, s in enumerate(summaries)
         ]
         parts = self._ids(texts)
-        room -= len(self._separator_token) * last
-        if room < len(parts) * (1 + len(self._separator)):
+        if room < self._least_room(len(parts)):
             raise MiaError(
                 f"query {row}: no room for its {len(parts)} summaries in max_query_tokens "
                 f"{self.spec.max_query_tokens}; shorten the query, give fewer summaries or raise the limit"
             )
+        room -= len(self._separator_token) * last
         shares = cut_evenly([len(p) for p in parts], room)
         if sum(shares) < sum(map(len, parts)) and not self._warned:
             self._warned = True
@@ -171,12 +172,21 @@ class TextTokeniser:
             out += part[:share] + (self._separator_token if i < last else [])
         return out
 
+    def _least_room(self, summaries: int) -> int:
+        """Return the fewest tokens that summaries and what stands between them take."""
+        return summaries * (1 + len(self._separator)) + (summaries - 1) * len(self._separator_token)
+
     def _span(self, start: int, end: int) -> tuple[int, int]:
         """Return the span of a view over tokens [start, end) under the encoder's pooling."""
         return {"mean": (start, end), "cls": (start, start + 1), "last": (end - 1, end)}[self.spec.pooling]
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        return [e.ids for e in self._plain.encode_batch(texts, add_special_tokens=False)]
+        try:
+            return [e.ids for e in self._plain.encode_batch(texts, add_special_tokens=False)]
+        except TypeError as error:
+            for text in texts:
+                _check_unicode(text)
+            raise error
 
 
 def cut_evenly(lengths: list[int], room: int) -> list[int]:
@@ -198,7 +208,21 @@ def _summaries(signature: Signature) -> list[str]:
     if signature is None:
         return []
     texts = [signature] if isinstance(signature, str) else list(signature)
+    for text in texts:
+        if not isinstance(text, str):
+            raise MiaError(f"a signature holds {text!r} ({type(text).__name__}); give summaries as strings")
     return list(dict.fromkeys(t for t in texts if t.strip()))
+
+
+def _check_unicode(text: str) -> None:
+    """Refuse lone surrogates, which undecodable bytes (of a command line, of broken JSON) become in Python."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise MiaError(
+            f"text {text[:40]!a} holds a lone surrogate at character {error.start}, which is not Unicode; "
+            "decode its source as UTF-8 (errors='replace' keeps the rest)"
+        ) from error
 
 
 def _token_id(tokenizer: Any, token: str, spec: EncoderSpec) -> int:

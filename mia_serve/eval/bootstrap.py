@@ -56,7 +56,7 @@ class Interval:
         """Write the p-value; one that no resample contradicts is below what ``n_boot`` can resolve."""
         if self.p_value is None:
             return "n/a"
-        return f"< {1 / self.n_boot:.2g}" if self.p_value == 0 else f"{self.p_value:.2g}"
+        return f"< {2 / self.n_boot:.2g}" if self.p_value == 0 else f"{self.p_value:.2g}"
 
 
 def cluster_bootstrap(

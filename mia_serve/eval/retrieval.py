@@ -144,7 +144,7 @@ def evaluate_retrieval(
             "base": encoder_facts(base),
             "e1": encoder_facts(e1),
             "e2": encoder_facts(e2),
-            "selector": encoder_facts(selector or e1 or base) if e2 is not None else None,
+            "selector": encoder_facts(selector or e1 or base) if wanted - {"base", "e1"} else None,
         },
         rows=row_results,
         pairs=pairs,

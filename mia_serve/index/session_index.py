@@ -182,7 +182,7 @@ class SessionIndex:
             bias: (n, f) finite numbers added to the scores of the rows; None for none.
 
         Returns:
-            Hits with arrays of shape (n, min(k, f)).
+            Hits with arrays as wide as k, or as the most rows that a query has where these are fewer.
 
         Raises:
             MiaError: If a query or the bias is not finite or of the wrong shape, k < 1, or a row is not in the index.
@@ -195,7 +195,7 @@ class SessionIndex:
             raise MiaError(f"rows hold {rows.min()}..{rows.max()}: allowed are -1..{len(self) - 1}")
         if bias is not None and (bias.shape != rows.shape or not np.isfinite(bias).all()):
             raise MiaError(f"bias {bias.shape}: expected finite numbers of shape {rows.shape}")
-        k = min(k, rows.shape[1])
+        k = min(k, int((rows >= 0).sum(axis=1).max(initial=0)))
         if not k or not len(given) or not len(self):
             return self._hits(np.full((len(given), k), -np.inf, np.float32), np.full((len(given), k), -1, np.int64))
         ready = self._prepare()

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mia_serve.core.errors import MiaError
-from mia_serve.core.storage import recover, write_aside
+from mia_serve.core.storage import recover, sha256, write_aside
 
 MANIFEST = "manifest.json"
 _KIND = "mia-index"
-_FORMAT = 1
+_FORMAT = 2
+_VECTORS, _ENTRIES = "vectors.npy", "entries.json"
 
 
 class StoredIndex(NamedTuple):
@@ -35,10 +36,11 @@ def write_index(path: str | Path, stored: StoredIndex) -> None:
     if target.exists() and not (target / MANIFEST).is_file():
         raise MiaError(f"{target}: exists and is no index (no {MANIFEST}); give a new folder or an index to replace")
     with write_aside(target) as aside:
-        np.save(aside / "vectors.npy", stored.vectors, allow_pickle=False)
-        _write_json(aside / "entries.json", {"ids": stored.ids, "sessions": stored.sessions})
+        np.save(aside / _VECTORS, stored.vectors, allow_pickle=False)
+        _write_json(aside / _ENTRIES, {"ids": stored.ids, "sessions": stored.sessions})
         rows, dim = stored.vectors.shape
         manifest = {"kind": _KIND, "format": _FORMAT, "rows": rows, "dim": dim, "spec_hash": stored.spec_hash}
+        manifest["sha256"] = {name: sha256(aside / name) for name in (_VECTORS, _ENTRIES)}
         _write_json(aside / MANIFEST, manifest)
 
 
@@ -47,7 +49,7 @@ def read_index(path: str | Path, expected_spec_hash: str | None = None) -> Store
 
     Raises:
         FileNotFoundError: If path is not an index folder.
-        MiaError: If it was made by another encoder than expected, or its files disagree.
+        MiaError: If it was made by another encoder than expected, or a file is damaged or was altered.
     """
     folder = Path(path)
     recover(folder)
@@ -59,9 +61,16 @@ def read_index(path: str | Path, expected_spec_hash: str | None = None) -> Store
         raise MiaError(
             f"{folder / MANIFEST}: {found}; this version reads {_KIND!r}, format {_FORMAT}: rebuild the index"
         )
+    missing = {"rows", "dim", "spec_hash", "sha256"} - manifest.keys()
+    if missing:
+        raise MiaError(f"{folder / MANIFEST}: {sorted(missing)[0]!r} is missing: rebuild the index")
     check_spec_hash(str(folder), manifest["spec_hash"], expected_spec_hash)
-    entries = _read_json(folder / "entries.json")
-    vectors = np.load(folder / "vectors.npy", allow_pickle=False)
+    for name in (_VECTORS, _ENTRIES):
+        if {**manifest["sha256"]}.get(name) != sha256(folder / name):
+            raise MiaError(f"{folder / name}: damaged or altered (its sha256 is not the manifest's): rebuild the index")
+    entries = _read_json(folder / _ENTRIES)
+    # Mapped, not read: the index makes its own copy.
+    vectors = np.load(folder / _VECTORS, mmap_mode="r" if manifest["rows"] else None, allow_pickle=False)
     rows, dim = manifest["rows"], manifest["dim"]
     if vectors.shape != (rows, dim) or len(entries["ids"]) != rows or len(entries["sessions"]) != rows:
         held = f"vectors {vectors.shape}, {len(entries['ids'])} ids, {len(entries['sessions'])} sessions"

@@ -46,7 +46,7 @@ def chunk_text(text: str, tokenizer: Any, size: int = 1200, overlap: int = 100) 
     if size < 1 or not 0 <= overlap < size:
         raise MiaError(f"size={size}, overlap={overlap}: size must be at least 1 and overlap between 0 and size - 1")
     spans = [(start, end) for start, end in _token_spans(tokenizer, text) if end > start]
-    if not spans:
+    if not spans or not text.strip():
         raise MiaError("the text to chunk is empty: give a text with at least one token")
     starts = [start for start, _ in spans]
     paragraphs = _token_ends(paragraph_spans(text), starts)
@@ -55,7 +55,9 @@ def chunk_text(text: str, tokenizer: Any, size: int = 1200, overlap: int = 100) 
     first, end = 0, 0
     while end < len(spans):
         end = _chunk_end(spans, first, first + size, max(first + overlap, end), size - overlap, paragraphs, sentences)
-        chunks.append(_cut(text, spans, first, end))
+        chunk = _cut(text, spans, first, end)
+        if chunk.text:  # some tokenizers have tokens of white space, which can fill a chunk by themselves
+            chunks.append(chunk)
         first = max(end - overlap, first + 1)
     return chunks
 

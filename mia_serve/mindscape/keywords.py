@@ -57,5 +57,6 @@ def keyword_summaries(windows: Sequence[Sequence[str]], titles: Sequence[str], m
         # the words: they would be a third of an encoder's tokens.
         words = sorted(weight, key=lambda term: (-weight[term], term))[: max(0, left)]
         parts = [part for part in (title, ", ".join(names), " ".join(words)) if part]
-        summaries.append(first_words(". ".join(parts), max_words))
+        # A window of numbers or marks only has no word of its own; it is its own summary then.
+        summaries.append(first_words(". ".join(parts) or text, max_words))
     return summaries

@@ -11,7 +11,6 @@ Files are named relative to the folder, which can be moved.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mia_serve.core import MiaError
-from mia_serve.core.storage import recover, write_aside
+from mia_serve.core.storage import recover, sha256, write_aside
 from mia_serve.mindscape.mindscape import Mindscape
 from mia_serve.mindscape.records import Chunk, Session
 
@@ -32,7 +31,6 @@ MANIFEST = "manifest.json"
 _CHUNKS = "chunks.parquet"
 _SESSIONS = "sessions.parquet"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_BLOCK = 1 << 20
 
 
 def save(mindscape: Mindscape, path: str | Path, vectors: Mapping[str, tuple[np.ndarray, str]] | None = None) -> None:
@@ -150,7 +148,7 @@ def _write(mindscape: Mindscape, folder: Path, vectors: Mapping[str, tuple[np.nd
         entries[name] = {"file": file, "spec_hash": spec_hash, "rows": array.shape[0], "dim": array.shape[1]}
     files = {}
     for item in sorted(folder.iterdir()):
-        files[item.name] = {"sha256": _sha256(item), "bytes": item.stat().st_size}
+        files[item.name] = {"sha256": sha256(item), "bytes": item.stat().st_size}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -181,6 +179,10 @@ def _open(path: str | Path) -> tuple[Path, dict[str, Any]]:
     missing = {"summarizer", "books", "sessions", "chunks", "vectors", "files"} - manifest.keys()
     if missing:
         raise _altered(path / MANIFEST, f"it lacks {', '.join(sorted(missing))}")
+    for key, facts in (("vectors", {"file", "spec_hash", "rows", "dim"}), ("files", {"bytes", "sha256"})):
+        entries = manifest[key].values() if isinstance(manifest[key], dict) else [None]
+        if not all(isinstance(entry, dict) and facts <= entry.keys() for entry in entries):
+            raise _altered(path / MANIFEST, f"its {key!r} must each say {', '.join(sorted(facts))}")
     for file, facts in manifest["files"].items():
         if Path(file).name != file or not (path / file).is_file():
             raise _altered(path / file, "it is missing")
@@ -191,7 +193,7 @@ def _open(path: str | Path) -> tuple[Path, dict[str, Any]]:
 
 def _verify(path: Path, manifest: dict[str, Any], file: str) -> None:
     facts = manifest["files"].get(file)
-    if facts is None or _sha256(path / file) != facts["sha256"]:
+    if facts is None or sha256(path / file) != facts["sha256"]:
         raise _altered(path / file, "its sha256 is not the manifest's")
 
 
@@ -216,11 +218,3 @@ def _check_vectors(mindscape: Mindscape, name: str, array: np.ndarray, spec_hash
             raise MiaError(
                 f"vectors {name!r} hold NaN or infinity in row {start + int(bad.argmax())}: encode that row again"
             )
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as handle:
-        while block := handle.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -65,4 +65,6 @@ class Signature:
         """Wrap texts that the caller chose; one string is one global summary, None or "" is an empty signature."""
         if isinstance(texts, str):
             texts = [texts] if texts.strip() else []
+        if texts is not None and not isinstance(texts, Sequence):
+            raise MiaError(f"{texts!r} is no signature: give a list of texts, one text or None")
         return cls(session_ids=(), texts=tuple(texts or ()))

@@ -159,6 +159,18 @@ def test_adapter_only_folder_in_the_published_mia_emb_layout(tiny_qwen3: Path, t
     ours = encoder.encode_documents(["The lamp."])[0]
     assert np.abs(ours - expected).max() < 1e-5
     assert np.abs(ours - Encoder.load(tiny_qwen3).encode_documents(["The lamp."])[0]).max() > 1e-3
+    # an adapter that is not all there would leave the bare base, silently
+    config = tmp_path / "adapter" / "adapter_config.json"
+    asked = json.loads(config.read_text())
+    for change, message in (
+        ({"target_modules": ["q_proj", "k_proj"]}, "its adapter lacks .*k_proj"),
+        ({"task_type": "CAUSAL_LM"}, "task_type 'CAUSAL_LM'; allowed: FEATURE_EXTRACTION"),
+        ({"base_model_name_or_path": str(tmp_path / "adapter")}, "is the adapter itself"),
+    ):
+        config.write_text(json.dumps(asked | change))
+        with pytest.raises(MiaError, match=message):
+            Encoder.load(tmp_path / "adapter")
+    config.write_text(json.dumps(asked))
     # saved by us: adapter alone, opens here and in sentence-transformers
     encoder.save(tmp_path / "ours")
     assert not (tmp_path / "ours" / "model.safetensors").exists()

@@ -151,3 +151,26 @@ def test_a_query_over_the_limit_and_a_signature_without_room_are_told(minilm: En
         minilm.encode_queries(["a", "b"], [["s"]])
     with pytest.raises(MiaError, match="one string"):
         minilm.encode_documents("abc")
+
+
+@pytest.mark.parametrize(("name", "limit"), [("tiny_bert", 100), ("tiny_qwen3", 400)])
+def test_a_query_that_is_cut_leaves_its_summaries_nothing(name: str, limit: int, request: pytest.FixtureRequest):
+    encoder = Encoder.load(request.getfixturevalue(name), device="cpu", max_query_tokens=limit)
+    (cut,) = encoder.text.query(LONG, ["The lamp."], truncate=True)
+    assert len(cut.ids) == limit and list(cut.spans) == ["query"]
+    vectors = encoder.encode_queries([LONG, "lamp"], [["The lamp."], ["The lamp."]], truncate=True)
+    assert (vectors[0] == encoder.encode_queries([LONG], truncate=True)[0]).all()
+    assert abs(vectors[1] - encoder.encode_queries(["lamp"], [["The lamp."]])[0]).max() < 1e-5
+
+
+def test_text_that_is_no_unicode_or_no_text_is_told(minilm: Encoder):
+    for call in (
+        lambda: minilm.encode_queries(["fine", "a\udcff b"]),
+        lambda: minilm.encode_documents(["a\udcff b"]),
+        lambda: minilm.encode_queries(["a"], [["a\udcff b"]]),
+    ):
+        with pytest.raises(MiaError, match="lone surrogate at character 1"):
+            call()
+    for wrong in ([3], [None]):
+        with pytest.raises(MiaError, match="give summaries as strings"):
+            minilm.encode_queries(["a"], [wrong])

@@ -114,7 +114,7 @@ def test_paired_difference_is_tighter_than_two_intervals() -> None:
     pair = paired_bootstrap(better, base, groups, n_boot=2000)
     assert pair.mean == pytest.approx(0.03)
     assert pair.low == pytest.approx(0.03) and pair.high == pytest.approx(0.03)
-    assert pair.excludes_zero and pair.p_value == 0.0 and pair.p_text == "< 0.0005"
+    assert pair.excludes_zero and pair.p_value == 0.0 and pair.p_text == "< 0.001"
 
 
 def test_paired_p_value_is_two_sided_and_symmetric() -> None:

@@ -84,9 +84,25 @@ def test_unreadable_folders_are_refused(tmp_path) -> None:
     manifest.write_text(json.dumps(content | {"rows": 29}))
     with pytest.raises(ValueError, match="manifest says 29 rows"):
         SessionIndex.load(tmp_path / "index")
+    manifest.write_text(json.dumps({k: v for k, v in content.items() if k != "spec_hash"}))
+    with pytest.raises(ValueError, match="'spec_hash' is missing"):
+        SessionIndex.load(tmp_path / "index")
     manifest.write_text(json.dumps(content | {"format": 9}))
     with pytest.raises(ValueError, match="rebuild the index"):
         SessionIndex.load(tmp_path / "index")
     manifest.write_text("{half")
     with pytest.raises(ValueError, match="not readable as JSON"):
         SessionIndex.load(tmp_path / "index")
+
+
+def test_altered_files_are_refused_and_moved_folders_are_not(tmp_path) -> None:
+    make().save(tmp_path / "here")
+    folder = (tmp_path / "here").rename(tmp_path / "there")
+    assert SessionIndex.load(folder).ids == make().ids
+    vectors = np.load(folder / "vectors.npy")
+    np.save(folder / "vectors.npy", vectors[::-1])  # as many, as wide, and every one under a wrong id
+    with pytest.raises(ValueError, match=r"vectors.npy: damaged or altered .*: rebuild the index"):
+        SessionIndex.load(folder)
+    (folder / "vectors.npy").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"vectors.npy: damaged or altered"):
+        SessionIndex.load(folder)

@@ -100,3 +100,14 @@ def test_bad_input():
         chunk_text(" \n", words)
     with pytest.raises(MiaError, match="no character offsets"):
         chunk_text("text", object())
+
+
+def test_tokens_of_white_space_make_no_empty_chunk():
+    def characters(text: str) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i in range(len(text))]
+
+    text = "The lamp." + "\n" * 30 + "It burns." + "\n" * 30
+    chunks = [c.text for c in chunk_text(text, characters, size=9)]
+    assert all(chunks) and "".join("".join(chunks).split()) == "Thelamp.Itburns."
+    with pytest.raises(MiaError, match="empty"):
+        chunk_text("\n \n", characters, size=9)

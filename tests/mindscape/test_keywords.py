@@ -36,3 +36,7 @@ def test_bad_input():
         keyword_summaries([["a b"]], ["x", "y"])
     with pytest.raises(ValueError, match="window 1 holds no text"):
         keyword_summaries([["a b"], [" "]], ["x", "y"])
+
+
+def test_a_window_without_a_word_of_its_own_still_has_a_summary():
+    assert keyword_summaries([["1914"], ["..."], ["潮"]], ["", "", ""]) == ["1914", "...", "潮"]

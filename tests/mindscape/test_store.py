@@ -68,7 +68,7 @@ def test_srv_51_a_failing_writer_leaves_the_last_good_state(two_books, tmp_path,
         rename(source, target)
 
     if step == "_write":
-        monkeypatch.setattr(store, "_sha256", lambda file: (_ for _ in ()).throw(OSError("disk full")))
+        monkeypatch.setattr(store, "sha256", lambda file: (_ for _ in ()).throw(OSError("disk full")))
     else:
         monkeypatch.setattr(os, "rename", failing_rename)
     with pytest.raises(OSError, match="disk full"):
@@ -89,7 +89,7 @@ from mia_serve.mindscape import Book, Mindscape, store
 kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 rename = os.rename
 if {when!r} == "before the manifest":
-    store._sha256 = kill
+    store.sha256 = kill
 else:
     os.rename = lambda a, b: (rename(a, b), kill())
 Mindscape.from_books([Book("new", ("text",), summaries=("s",))]).save({str(path)!r})
@@ -175,3 +175,14 @@ def test_refused_targets_and_vectors(two_books, tmp_path):
         with pytest.raises(MiaError, match=message):
             two_books.save(tmp_path / "m", {name: (array, spec_hash)})
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"files": []}, {"vectors": 3}, {"files": {"chunks.parquet": {}}}, {"vectors": {"e1": {"file": "x"}}}]
+)
+def test_a_manifest_of_another_shape_is_refused(change, two_books, tmp_path):
+    two_books.save(tmp_path / "m")
+    file = tmp_path / "m" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(MiaError, match="must each say"):
+        Mindscape.load(tmp_path / "m")

@@ -87,6 +87,21 @@ def test_our_own_bugs_keep_their_traceback(recipe: Path, monkeypatch: pytest.Mon
         main(["run", str(recipe)])
 
 
+def test_a_run_that_diverged_exits_1_with_one_line(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mia_train.logs import TrainingDiverged
+
+    def diverge(*_: object) -> None:
+        raise TrainingDiverged("5 steps in a row had no finite gradient")
+
+    _stub_trainer(monkeypatch)
+    (recipe.parent / "rows.jsonl").write_text("{}\n")
+    sys.modules["mia_train.trainer"].run = diverge  # type: ignore[attr-defined]
+    assert _exit_code("run", str(recipe)) == 1
+    assert capsys.readouterr().err == "error: 5 steps in a row had no finite gradient\n"
+
+
 def test_a_launch_that_lost_its_processes_exits_2(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,25 @@ def test_TRN_38_absent_wandb_gives_an_install_hint(recipe: Path, monkeypatch: py
     assert load_recipe(recipe).training.report_to == ()
     assert "pip install wandb" in _error(recipe, "training.report_to=wandb")
     assert "training.report_to" in _error(recipe, "training.report_to=[mlflow]")
+
+
+def test_TRN_38_a_folder_named_wandb_is_not_the_package(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib" / "wandb").mkdir(parents=True)  # as wandb itself leaves in the current folder
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "lib")])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert "pip install wandb" in _error(recipe, "training.report_to=wandb")
+
+
+def test_yaml_merge_keys_are_read(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "\nlora: {<<: {rank: 3, alpha: 5}, alpha: 6}\n")
+    lora = load_recipe(recipe).lora
+    assert lora is not None and (lora.rank, lora.alpha) == (3, 6)
+
+
+def test_a_seed_that_numpy_cannot_take_is_refused(recipe: Path) -> None:
+    assert "less than 4294967296" in _error(recipe, "training.seed=99999999999")
 
 
 def test_EVL_15_unknown_metric_lists_the_known(recipe: Path) -> None:

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from mia_serve.core import Encoder
+from mia_train.collate import Collator, Sample
+from mia_train.loop import batch_loss
 from mia_train.losses import Candidates, LossOutput, PositiveKeys, info_nce, joint
+from mia_train.model import MiaModel
+from mia_train.rows import Passage, Row
+from mia_train.schema import LossConfig
 
 TAU = 0.1
 
@@ -141,3 +149,33 @@ def test_row_weights_leave_out_rows_without_nodes() -> None:
     one = info_nce(queries[:1], Candidates(*(x[:1] for x in c)), PositiveKeys(c.ids[:1, :1], c.texts[:1, :1]),
                    temperature=TAU)  # fmt: skip
     assert torch.allclose(half.loss, one.loss / 2)
+
+
+def test_in_batch_loss_equals_sentence_transformers(still_bert: Path, tmp_path: Path) -> None:
+    """One batch with a hard negative a row: MultipleNegativesRankingLoss's loss and gradients."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    Encoder.load(still_bert, device="cpu").save(tmp_path / "st")
+    texts = [
+        ("where was the boat", "the ferryman counted the lamps", "nobody would say"),
+        ("who hid the ledger", "she kept the ledger under the floor", "the village at night"),
+        ("lamps on the quay", "one missing lamp along the quay", "he found that"),
+    ]
+    theirs = SentenceTransformer(str(tmp_path / "st"), device="cpu")
+    features = [theirs.preprocess([row[k] for row in texts]) for k in range(3)]
+    expected = MultipleNegativesRankingLoss(theirs, scale=20.0)(features, None)
+    expected.backward()
+    encoder = Encoder.load(tmp_path / "st", device="cpu")
+    rows = [Row(q, q, (Passage(p, p),), (Passage(n, n),)) for q, p, n in texts]
+    batch = Collator(encoder, rows, hard_negatives=1, simple_negatives=0)([Sample(r, i, 0) for i, r in enumerate(rows)])
+    model = MiaModel(encoder)
+    config = LossConfig(negatives="in_batch", temperature=0.05)
+    ours = batch_loss(model(batch.groups)[batch.order], batch, config, alpha=0.5).loss
+    ours.backward()
+    assert float(ours.detach()) == pytest.approx(float(expected.detach()), abs=1e-5)
+    gradients = {name: p.grad for name, p in theirs[0].auto_model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == {name for name, p in model.backbone.named_parameters() if p.grad is not None}
+    for name, parameter in model.backbone.named_parameters():
+        if name in gradients:
+            assert torch.allclose(parameter.grad, gradients[name], atol=1e-4), name

@@ -43,6 +43,12 @@ def test_rows_survive_jsonl_and_parquet(tmp_path: Path) -> None:
         ({"negatives": [{"id": "b", "text": "x", "kind": "soft"}]}, "hard, signature, simple"),
         ({"positives": [{"id": "b", "text": ""}]}, "text"),
         ({"nodes": {"positives": []}}, "'nodes' without a positive"),
+        ({"nodes": [{"id": "e", "text": "Ann"}]}, "'nodes' is an object"),
+        ({"nodes": {"positives": [{"id": "e", "text": "Ann"}], "negs": []}}, "'nodes' is an object"),
+        ({"group": 5}, "'group' is 5"),
+        ({"source": ["a"]}, "'source' is"),
+        ({"query": "half \ud83d"}, "'query' holds half of a surrogate pair"),
+        ({"signature": ["half \ud83d"]}, r"'signature'\[0\] holds half"),
     ],
 )
 def test_a_bad_row_is_one_line_that_names_file_and_line(tmp_path: Path, change: dict, message: str) -> None:
@@ -58,6 +64,14 @@ def test_broken_json_missing_empty_and_foreign_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"query": \n')
     (tmp_path / "b.jsonl").write_text("\n")
     (tmp_path / "c.csv").write_text("x")
+    (tmp_path / "e.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"query": "caf\xe9"}\n')
+    (tmp_path / "f.parquet").write_bytes(b"junk")
+    (tmp_path / "g.jsonl").write_text(json.dumps(GOOD), encoding="utf-8-sig")
+    with pytest.raises(MiaError, match=r"e\.jsonl:2: not UTF-8 \(byte 15 of the line\)"):
+        read_rows([tmp_path / "e.jsonl"])
+    with pytest.raises(MiaError, match=r"f\.parquet: not a Parquet file"):
+        read_rows([tmp_path / "f.parquet"])
+    assert len(read_rows([tmp_path / "g.jsonl"])) == 1
     with pytest.raises(MiaError, match=r"a\.jsonl:1: not JSON"):
         read_rows([tmp_path / "a.jsonl"])
     with pytest.raises(MiaError, match="no rows"):

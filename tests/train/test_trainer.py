@@ -17,7 +17,7 @@ from mia_train.collate import Collator, Sample
 from mia_train.config import Recipe
 from mia_train.losses import Candidates, PositiveKeys, info_nce
 from mia_train.model import MiaModel
-from mia_train.rows import Row
+from mia_train.rows import Passage, Row
 from mia_train.schema import LoraSection, LossConfig
 
 from .conftest import make_rows
@@ -74,7 +74,7 @@ def test_run_leaves_an_encoder_with_log_card_and_recipe(tiny_bert: Path, make_re
     folder = result.folder
     for name in ("README.md", "recipe.yaml", "mia_encoder.json", "rows.jsonl", "checkpoint-4/recipe.yaml"):
         assert (folder / name).is_file()
-    assert json.loads((folder / "mia_run.json").read_text()) == {"base": str(tiny_bert), "e1": "."}
+    assert json.loads((folder / "mia_run.json").read_text()) == {"base": str(tiny_bert), "e1": ".", "k_sum": 5}
     texts = ["where was the quay", "the ferryman counted the lamps"]
     ours = Encoder.load(folder, device="cpu")
     assert ours.spec_hash != Encoder.load(tiny_bert, device="cpu").spec_hash
@@ -254,11 +254,11 @@ def test_the_signature_view_trains_and_full_state_saves(
     final, saved = (Encoder.load(f, device="cpu") for f in (result.folder, result.folder / "checkpoint-4"))
     assert final.spec_hash == saved.spec_hash
     facts = json.loads((result.folder / "mia_run.json").read_text())
-    assert facts == {"base": str(tiny_qwen3), "e1": str(tiny_qwen3)}
+    assert facts == {"base": str(tiny_qwen3), "e1": str(tiny_qwen3), "k_sum": 5}
 
 
 def test_the_joint_loss_trains(tiny_qwen3: Path, make_recipe: Build) -> None:
-    from mia_train.rows import Nodes, Passage
+    from mia_train.rows import Nodes
 
     nodes = Nodes((Passage("e", "Ann : a clerk"),), (Passage("f", "Bo : a dog"),))
     rows = [replace(row, nodes=nodes if i % 2 else None) for i, row in enumerate(make_rows())]
@@ -274,6 +274,22 @@ def bad(rows: list[Row], **change: Any) -> list[Row]:
     ("rows", "sections", "message"),
     [
         (bad(make_rows(), negatives=()), {}, "row 'q3' has no negatives"),
+        (
+            bad(make_rows(), negatives=(Passage("x", make_rows()[3].positives[0].text.upper()),)),
+            {},
+            "row 'q3' has no neg",
+        ),
+        (make_rows(1, negatives=0), {"loss": {"negatives": "in_batch"}}, "no other row has another positive"),
+        (
+            make_rows(),
+            {
+                "data": {"hard_negatives": 0, "simple_negatives": 0},
+                "loss": {"negatives": "in_batch"},
+                "training": {"batch_size": 1},
+            },
+            "at least 2 candidates",
+        ),
+        (make_rows(), {"training": {"max_steps": None, "epochs": 1, "warmup": 4}}, "leave nothing of the 4"),
         (bad(make_rows(), query="lamps " * 200), {}, "row 'q3': query"),
         (make_rows(), {"loss": {"beta": 0.5}}, "no node token"),
         ([replace(r, signature=None) for r in make_rows()], {"data": {"view": "signature"}}, "no row has a signature"),
