@@ -107,7 +107,7 @@ def test_tokens_of_white_space_make_no_empty_chunk():
         return [(i, i + 1) for i in range(len(text))]
 
     text = "The lamp." + "\n" * 30 + "It burns." + "\n" * 30
-    chunks = [c.text for c in chunk_text(text, characters, size=9)]
+    chunks = [c.text for c in chunk_text(text, characters, size=9, overlap=0)]
     assert all(chunks) and "".join("".join(chunks).split()) == "Thelamp.Itburns."
     with pytest.raises(MiaError, match="empty"):
-        chunk_text("\n \n", characters, size=9)
+        chunk_text("\n \n", characters, size=9, overlap=0)
