@@ -37,6 +37,7 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("coverage", "first_k"),
     ("coverage", "shuffled"),
     ("coverage_prior", "e1"),
+    ("coverage_prior", "none"),
     ("oracle", "e1"),
 )
 _PAIR_NAMES = {
