@@ -63,7 +63,7 @@ def test_E2_card_shows_signatures_and_what_plain_sentence_transformers_cannot() 
     card = render_card(_facts("e2_minilm_cpu"))
     assert "E2 (query with signature)" in card and "encode_queries(queries, signatures)" in card
     assert "Documents and plain queries (no signature) from sentence-transformers" in card
-    assert "coverage, chosen by" in card
+    assert "coverage, at most 3, chosen by" in card
 
 
 def test_metadata_is_the_hub_s() -> None:
