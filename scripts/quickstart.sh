@@ -16,3 +16,4 @@ launch recipes/e2_minilm_cpu.yaml --set training.output_dir="$PWD/$runs/e2" \
 mia-serve mindscape build --data saltmarsh --encoder "$runs/e1" -o "$runs/mindscape"
 mia-serve signature --mindscape "$runs/mindscape" --encoder "$runs/e1" --query "Why did she lie about the boat?"
 mia-serve eval retrieval --data saltmarsh --split test --series --encoder "$runs/e2" --e1 "$runs/e1" --json "$runs/table.json"
+echo "{\"seconds\": $SECONDS, \"cores\": $(getconf _NPROCESSORS_ONLN)}" | tee "$runs/time.json"

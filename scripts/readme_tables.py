@@ -7,52 +7,45 @@ import json
 from pathlib import Path
 
 RECEIPTS = Path(__file__).resolve().parent / "receipts"
-METRICS = (("r@10", "R@10"), ("mrr", "MRR"), ("hit@1", "Hit@1"))
-PAIRS = (
-    ("e1", "base"),
-    ("prior", "e1"),
-    ("coverage", "e1"),
-    ("coverage", "none"),
-    ("coverage", "shuffled"),
-    ("coverage_prior", "e1"),
-)
-SETS = (
-    ("fairytaleqa_val_books", "FairytaleQA val, each question asked of its whole fairy book"),
-    ("fairytaleqa_val_series", "FairytaleQA val, all fairy books pooled"),
-    ("qmsum_val_series", "QMSum val, all meetings pooled"),
-    ("qmsum_val_meetings", "QMSum val, each question asked of its meeting"),
-    ("locomo_series", "LoCoMo, all conversations pooled"),
-    ("saltmarsh_test_series", "Saltmarsh test, all four books pooled"),
-)
-
-
-def interval(value: dict[str, float], sign: bool = False) -> str:
-    """Return `mean [low, high]` to three decimals."""
-    form = "{:+.3f}" if sign else "{:.3f}"
-    mean = form.format(value["mean"])
-    if value.get("low") is None:
-        return mean
-    return f"{mean} [{form.format(value['low'])}, {form.format(value['high'])}]"
+SETS = {
+    "fairytaleqa_val_books": "FairytaleQA, whole fairy book",
+    "fairytaleqa_val_series": "FairytaleQA, all books pooled",
+    "qmsum_val_series": "QMSum, all meetings pooled",
+    "saltmarsh_test_series": "Saltmarsh, all books pooled",
+}
+ROWS = ("base", "e1", "prior", "none", "first_k", "coverage", "coverage_prior", "shuffled", "oracle")
+PAIRS = {
+    ("e1", "base"): "E1 - base",
+    ("prior", "e1"): "signature as prior - E1",
+    ("coverage", "e1"): "E2 with coverage signature - E1",
+    ("coverage", "none"): "… - E2 without signature",
+    ("coverage", "shuffled"): "… - E2 with another question's",
+    ("coverage_prior", "e1"): "E2 with it, and as prior - E1",
+    ("oracle", "e1"): "E2 with the gold session* - E1",
+}
 
 
 def main() -> None:
-    for name, title in SETS:
-        file = RECEIPTS / f"{name}.json"
-        if not file.is_file():
-            continue
-        record = json.loads(file.read_text("utf-8"))
-        facts = record["benchmark"]
-        groups, largest = facts["groups"], facts["haystack_sizes"]["max"]
-        print(f"**{title}** ({facts['queries']} questions in {groups} groups, up to {largest} chunks)\n")
-        print("| | " + " | ".join(label for _, label in METRICS) + " |\n|---|" + "---|" * len(METRICS))
-        for row in record["rows"]:
-            cells = " | ".join(interval(row["metrics"][key]) for key, _ in METRICS)
-            print(f"| {row['label']} | {cells} |")
-        for pair in record["pairs"]:
-            if (pair["first"], pair["second"]) in PAIRS:
-                cells = " | ".join(interval(pair["metrics"][key], sign=True) for key, _ in METRICS)
-                print(f"| *{pair['first']} - {pair['second']}* | {cells} |")
-        print()
+    records = {name: json.loads((RECEIPTS / f"{name}.json").read_text("utf-8")) for name in SETS}
+    print("| R@10 / MRR | " + " | ".join(SETS.values()) + " |\n|---|" + "---|" * len(SETS))
+    facts = [r["benchmark"] for r in records.values()]
+    sizes = [f"{f['queries']} in {f['groups']}, up to {f['haystack_sizes']['max']} chunks" for f in facts]
+    print("| *questions in groups* | " + " | ".join(sizes) + " |")
+    for key in ROWS:
+        cells, label = [], ""
+        for record in records.values():
+            row = next((r for r in record["rows"] if r["key"] == key), None)
+            label = row["label"] if row else label
+            cells.append(f"{row['metrics']['r@10']['mean']:.3f} / {row['metrics']['mrr']['mean']:.3f}" if row else "")
+        print(f"| {label} | " + " | ".join(cells) + " |")
+    print("\n| difference in R@10 | " + " | ".join(SETS.values()) + " |\n|---|" + "---|" * len(SETS))
+    for (first, second), label in PAIRS.items():
+        cells = []
+        for record in records.values():
+            pair = next((p for p in record["pairs"] if (p["first"], p["second"]) == (first, second)), None)
+            value = pair["metrics"]["r@10"] if pair else None
+            cells.append(f"{value['mean']:+.3f} [{value['low']:+.3f}, {value['high']:+.3f}]" if value else "")
+        print(f"| {label} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
