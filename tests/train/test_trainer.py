@@ -356,4 +356,4 @@ def test_losses_on_the_single_views_are_added_to_that_of_the_fused_query(tiny_be
     config = LossConfig(negatives="in_batch", temperature=0.05, query_view=0.3, signature_view=0.5)
     expected = single[0] + 0.3 * single[1] + 0.5 * single[2]
     assert torch.allclose(loop.batch_loss(vectors, batch, config, 0.5).loss, expected)
-    assert len({round(float(x), 4) for x in single}) == 3
+    assert len({round(x.item(), 4) for x in single}) == 3
