@@ -18,4 +18,5 @@ train e2_minilm_fairytaleqa
 measure fairytaleqa_val_books --data fairytaleqa --split val
 measure fairytaleqa_val_series --data fairytaleqa --split val --series --encoder runs/e2_minilm_fairytaleqa --oracle
 measure qmsum_val_series --data qmsum --split val --series --encoder runs/e2_minilm_qmsum --oracle
+measure locomo_series --data locomo --series
 measure saltmarsh_test_series --data saltmarsh --split test --series --encoder runs/e2_minilm_fairytaleqa --oracle

@@ -11,6 +11,7 @@ SETS = {
     "fairytaleqa_val_books": "FairytaleQA, whole fairy book",
     "fairytaleqa_val_series": "FairytaleQA, all books pooled",
     "qmsum_val_series": "QMSum, all meetings pooled",
+    "locomo_series": "LoCoMo, all conversations pooled",
     "saltmarsh_test_series": "Saltmarsh, all books pooled",
 }
 ROWS = ("base", "e1", "prior", "none", "first_k", "coverage", "coverage_prior", "shuffled", "oracle")

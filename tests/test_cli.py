@@ -340,3 +340,19 @@ def test_a_query_that_is_refused_costs_no_encoding_and_a_byte_order_mark_is_no_t
     for query in ("lamp " * 500, "a\udcff"):
         ran = run("signature", "--mindscape", out, "--query", query, "--encoder", tiny_xlmr)
         assert ran.code == 2 and one_line(ran)
+
+
+def test_chunks_are_never_longer_than_the_encoder_reads(run: Run, tiny_bert: Path, tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    books.mkdir()
+    (books / "one.txt").write_text("The ferryman counted the lamps along the quay. " * 60, encoding="utf-8")
+    command = ["mindscape", "build", "--books", books, "--encoder", tiny_bert, "-o", tmp_path / "out"]
+    refused = run(*command, "--chunk-tokens", 127)
+    assert refused.code == 2 and "reads 126 tokens of a document; give at most that" in one_line(refused)
+    assert run(*command).code == 0
+    from mia_serve.core import Encoder
+    from mia_serve.mindscape import Mindscape
+
+    encoder = Encoder.load(tiny_bert)
+    lengths = [len(encoder.tokenise_document(chunk.text).ids) for chunk in Mindscape.load(tmp_path / "out").chunks]
+    assert 100 < max(lengths) <= 128

@@ -36,7 +36,10 @@ def build(
     split: Annotated[str | None, typer.Option(help="Split of the benchmark.")] = None,
     books: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of .txt files, one a book.")] = None,
     window: Annotated[int, typer.Option(min=1, help="Chunks in a session of a book.")] = 20,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=8, help="Most tokens in a chunk of a book.")] = 200,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option("--chunk-tokens", min=8, help="Most tokens in a chunk of a book; 200, or what the encoder takes."),
+    ] = None,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens that neighbouring chunks share.")] = 0,
     device: DeviceOption = "auto",
     json_to: JsonOption = None,
@@ -45,18 +48,23 @@ def build(
     check_output(json_to, "--json")
     if (data is None) == (books is None):
         raise ValueError("give the texts once: either --data NAME or --books FOLDER")
-    if overlap >= chunk_tokens:
-        raise ValueError(f"--overlap {overlap} is not below --chunk-tokens {chunk_tokens}; give a smaller one")
     _check_target(out)
     files = _book_files(books) if books is not None else []
     model = load_encoder(encoder, device)
+    special = len(model.spec.template.start) + len(model.spec.template.end)
+    room = model.spec.max_document_tokens - special
+    size = min(200, room) if chunk_tokens is None else chunk_tokens
+    if size > room:
+        raise ValueError(f"--chunk-tokens {size}: {encoder} reads {room} tokens of a document; give at most that")
+    if overlap >= size:
+        raise ValueError(f"--overlap {overlap} is not below the chunk size {size}; give a smaller one")
     say = progress()
     if data is not None:
         say(f"loading {data.value}")
         mindscape = _from_benchmark(data.value, split)
     else:
         say(f"cutting {len(files)} books")
-        mindscape = _from_books(files, model, encoder, window, chunk_tokens, overlap)
+        mindscape = _from_books(files, model, encoder, window, size, overlap)
     mindscape.save(out, vectors=embed_mindscape(mindscape, model))
     # A folder is named in full: the mindscape may be used from elsewhere. Hub ids and package: names stay.
     name = str(Path(encoder).resolve()) if Path(encoder).is_dir() else encoder
