@@ -45,40 +45,6 @@ class Refusal(NamedTuple):
     reason: str
 
 
-def check_metric(name: str) -> str:
-    """Return a metric's key, spelt as in ``METRICS``.
-
-    Args:
-        name: Key in any case, with or without the ``eval_`` prefix that a trainer's log adds.
-
-    Raises:
-        MiaError: The key is unknown; the message lists those that exist.
-    """
-    key = name.lower().removeprefix("eval_")
-    if key not in _TREC_MEASURES:
-        raise MiaError(f"unknown metric {name!r}; available: {', '.join(METRICS)}")
-    return key
-
-
-def rank_ids(ids: Sequence[str], scores: Sequence[float] | np.ndarray) -> list[str]:
-    """Order ids by descending score, equal scores by ascending id: the tie policy of every index and metric here.
-
-    Args:
-        ids: Document ids, (n,).
-        scores: Their scores, (n,).
-
-    Raises:
-        MiaError: The lengths differ, or a score is not a number.
-    """
-    values = np.asarray(scores, dtype=np.float64)
-    if values.shape != (len(ids),):
-        raise MiaError(f"{len(ids)} ids but scores of shape {values.shape}; give one score for each id")
-    if np.isnan(values).any():
-        raise MiaError(f"the score of id {ids[int(np.isnan(values).argmax())]!r} is not a number")
-    # Python compares strings by code point, as the indexes do; numpy's "U" dtype would strip trailing NULs.
-    return [ids[i] for i in sorted(range(len(ids)), key=lambda i: (-values[i], ids[i]))]
-
-
 def refused_metrics(haystack_size: int) -> tuple[Refusal, ...]:
     """Name the metrics whose cutoff is no smaller than the haystack: a recall of 1 by construction says nothing."""
     return tuple(
@@ -86,16 +52,6 @@ def refused_metrics(haystack_size: int) -> tuple[Refusal, ...]:
         for metric, cutoff in _CUTOFFS.items()
         if cutoff >= haystack_size
     )
-
-
-def check_cutoff(k: int, haystack_size: int) -> None:
-    """Refuse a cutoff that the haystack cannot hold.
-
-    Raises:
-        MiaError: ``k`` is below 1, or not smaller than the number of chunks.
-    """
-    if not 1 <= k < haystack_size:
-        raise MiaError(f"cutoff k={k} for a haystack of {haystack_size} chunks; it must be 1 to {haystack_size - 1}")
 
 
 def score_queries(
