@@ -118,6 +118,8 @@ def missing_inputs(recipe: Recipe) -> list[str]:
             module = value.removeprefix("package:").split("/")[0]
             if not module.isidentifier() or importlib.util.find_spec(module) is None:
                 missing.append(f"{where}: {value}: no installed Python package {module!r}; pip install it")
+    if recipe.data.mindscape and not Path(recipe.data.mindscape).is_dir():
+        missing.append(f"data.mindscape: no folder {recipe.data.mindscape}")
     named = [(f"data.train[{i}]", source) for i, source in enumerate(recipe.data.train)]
     named += [("data.eval", recipe.data.eval)] if recipe.data.eval else []
     for where, source in named:
@@ -213,6 +215,7 @@ def _resolve_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     resolvers = {
         ("model", "base"): encoder,
         ("data", "signature_encoder"): encoder,
+        ("data", "mindscape"): lambda value: absolute(value) if isinstance(value, str) and value else value,
         ("data", "train"): rows,
         ("training", "output_dir"): lambda value: absolute(value) if isinstance(value, str) and value else value,
     }

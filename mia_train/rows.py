@@ -6,6 +6,8 @@ One JSON object a line, or a Parquet file with the same columns::
      "positives": [{"id": "b:3", "text": "…"}], "negatives": [{"id": "b:9", "text": "…", "kind": "hard"}],
      "nodes": {"positives": [...], "negatives": [...]}, "group": "b", "source": "fairytaleqa"}
 
+A passage may carry ``"score"``, what a teacher (a cross-encoder, a larger retriever) gives it for the query.
+
 ``kind`` of a negative is ``hard`` (default), ``signature`` (a hard one from a wrong session of the signature) or
 ``simple``. ``nodes`` (the joint chunk/node loss), ``group`` and ``source`` may be missing.
 """
@@ -19,6 +21,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,12 @@ _ROW_KEYS = ("query_id", "query", "signature", "positives", "negatives", "nodes"
 
 @dataclass(frozen=True)
 class Passage:
-    """One document of a row; ``kind`` says how a negative was found."""
+    """One document of a row; ``kind`` says how a negative was found, ``score`` is a teacher's (any scale, or None)."""
 
     id: str
     text: str
     kind: str = "hard"
+    score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -169,13 +173,26 @@ def _passages(raw: Any, where: str) -> tuple[Passage, ...]:
         raise MiaError(f"{where} is a list of {{'id', 'text'}}, not {type(raw).__name__}")
     found = []
     for i, item in enumerate(raw):
-        if not isinstance(item, dict) or not {"id", "text"} <= set(item) <= {"id", "text", "kind"}:
-            raise MiaError(f"{where}[{i}] must have the keys 'id' and 'text' (and 'kind', if it is a negative)")
+        if not isinstance(item, dict) or not {"id", "text"} <= set(item) <= {"id", "text", "kind", "score"}:
+            raise MiaError(f"{where}[{i}] must have the keys 'id' and 'text' (and may have 'kind' and 'score')")
         kind = item.get("kind") or "hard"
         if kind not in KINDS:
             raise MiaError(f"{where}[{i}].kind is {kind!r}; allowed: {', '.join(KINDS)}")
-        found.append(Passage(_text(item["id"], f"{where}[{i}].id"), _text(item["text"], f"{where}[{i}].text"), kind))
+        score = item.get("score")
+        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or not isfinite(score)):
+            raise MiaError(f"{where}[{i}].score is {score!r}; it must be a finite number, or left out")
+        text = _text(item["text"], f"{where}[{i}].text")
+        found.append(Passage(_text(item["id"], f"{where}[{i}].id"), text, kind, score))
     return tuple(found)
+
+
+def _passage_json(passage: Passage, *, negative: bool) -> dict[str, Any]:
+    raw: dict[str, Any] = {"id": passage.id, "text": passage.text}
+    if negative:
+        raw["kind"] = passage.kind
+    if passage.score is not None:
+        raw["score"] = passage.score
+    return raw
 
 
 def row_to_json(row: Row) -> dict[str, Any]:
@@ -184,15 +201,15 @@ def row_to_json(row: Row) -> dict[str, Any]:
         "query_id": row.query_id,
         "query": row.query,
         "signature": list(row.signature) if row.signature is not None else None,
-        "positives": [{"id": p.id, "text": p.text} for p in row.positives],
-        "negatives": [{"id": p.id, "text": p.text, "kind": p.kind} for p in row.negatives],
+        "positives": [_passage_json(p, negative=False) for p in row.positives],
+        "negatives": [_passage_json(p, negative=True) for p in row.negatives],
         "group": row.group,
         "source": row.source,
     }
     if row.nodes is not None:
         raw["nodes"] = {
-            "positives": [{"id": p.id, "text": p.text} for p in row.nodes.positives],
-            "negatives": [{"id": p.id, "text": p.text, "kind": p.kind} for p in row.nodes.negatives],
+            "positives": [_passage_json(p, negative=False) for p in row.nodes.positives],
+            "negatives": [_passage_json(p, negative=True) for p in row.nodes.negatives],
         }
     return raw
 

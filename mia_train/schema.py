@@ -66,6 +66,7 @@ Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
 Real = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1, allow_inf_nan=False)]
+Weight = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 
 
@@ -84,7 +85,8 @@ class ModelConfig(_Section):
         alpha: Weight of the signature view at query time, s = (1 - alpha) * s_qry + alpha * s_sig.
         signature_pooling: Mean pooling only: the signature view averages ``all`` tokens, or those of the ``query``.
         instruction: Text put before every query; None keeps the base's own.
-        dtype: Format the base weights are held in. bf16 only with LoRA, whose own weights stay fp32.
+        dtype: Format the base weights are held in. bf16 and nf4 (QLoRA: 4-bit, CUDA only) need LoRA, whose own weights
+            stay fp32.
     """
 
     base: Annotated[str, Field(min_length=1)]
@@ -94,7 +96,7 @@ class ModelConfig(_Section):
     alpha: Share = 0.5
     signature_pooling: Literal["all", "query"] | None = None
     instruction: str | None = None
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "nf4"] = "fp32"
 
 
 class LoraSection(_Section):
@@ -129,7 +131,10 @@ class DataConfig(_Section):
         eval: Benchmark searched during training; None: no evaluation. Do not report on what picked the checkpoint.
         view: ``query`` trains E1 on the query alone, ``signature`` trains E2 on (query, signature).
         signature_encoder: E1 that chooses the signatures of benchmark rows; None: the untrained base.
-        signature_mode: How it chooses: best coverage, or the first sessions of the pool.
+        mindscape: Folder of the mindscape that the row files' passages come from; rows without a signature get theirs
+            out of it. Benchmarks bring their own.
+        signature_mode: How it chooses: best coverage, the first sessions of the pool, or, as in MiA-RAG, the summary of
+            the whole book (``global_summary``).
         k_sum: Most sessions in a signature.
         signature_dropout: Share of rows whose signature is left out, so that E2 also serves plain queries.
         signature_noise: Share of rows in whose signature one summary is swapped for that of another row.
@@ -137,6 +142,9 @@ class DataConfig(_Section):
             E2 learns to read a signature only from rows in which there is something to find.
         hard_negatives: Negatives mined for the query, a row.
         simple_negatives: Negatives drawn evenly from the same document, a row.
+        mixture: Weight of each source (a row's ``source``: a benchmark's name, or what the file says, else the file's
+            stem). Every batch then comes from one source, and sources come in these ratios; None: all rows alike,
+            shuffled together.
         seed: Of every draw above.
     """
 
@@ -144,13 +152,15 @@ class DataConfig(_Section):
     eval: str | None = None
     view: Literal["query", "signature"] = "query"
     signature_encoder: str | None = None
-    signature_mode: Literal["coverage", "first_k"] = "coverage"
+    mindscape: str | None = None
+    signature_mode: Literal["coverage", "first_k", "global_summary"] = "coverage"
     k_sum: Positive = 5
     signature_dropout: Share = 0.0
     signature_noise: Share = 0.0
     signature_gold: Share = 0.0
     hard_negatives: Count = 5
     simple_negatives: Count = 5
+    mixture: dict[str, Weight] | None = None
     seed: Count = 0
 
     @field_validator("train")
@@ -174,6 +184,22 @@ class DataConfig(_Section):
         return value
 
 
+class DistillConfig(_Section):
+    """Learn the scores that a teacher gave a row's passages (``score`` in the rows; ``mia-train mine`` writes them).
+
+    Attributes:
+        kind: ``kl``: the distribution over the row's candidates; ``margin_mse``: the lead of the positive over each.
+        weight: Weight of this loss; the contrastive one keeps 1.
+        temperature: Divides teacher scores and cosines in ``kl``.
+        teacher_scale: Multiplies teacher scores first: brings logits to the range of cosines.
+    """
+
+    kind: Literal["kl", "margin_mse"] = "kl"
+    weight: Weight = 1.0
+    temperature: Weight = 0.05
+    teacher_scale: Weight = 1.0
+
+
 class LossConfig(_Section):
     """InfoNCE over the candidates of a query.
 
@@ -185,6 +211,10 @@ class LossConfig(_Section):
         mask_margin: A negative that scores above its positive by more than this is masked; None: never by score.
         query_view: Weight of the same loss on the query-only view alone, added to that of the fused query.
         signature_view: Likewise, on the signature-aware view alone.
+        contrastive: Weight of InfoNCE itself; 0 leaves distillation alone.
+        distill: Distillation, or None.
+        matryoshka: Widths, descending, at which the loss is taken as well, so that vectors may be cut to them; the full
+            width always takes part.
     """
 
     negatives: Literal["own", "in_batch"] = "own"
@@ -193,6 +223,16 @@ class LossConfig(_Section):
     mask_margin: Real | None = None
     query_view: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.0
     signature_view: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.0
+    contrastive: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 1.0
+    distill: DistillConfig | None = None
+    matryoshka: tuple[Positive, ...] = ()
+
+    @field_validator("matryoshka")
+    @classmethod
+    def _descending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted(set(value), reverse=True):
+            raise ValueError(f"{list(value)} must be descending, each width once")
+        return value
 
 
 class TrainingSection(_Section):
@@ -203,6 +243,8 @@ class TrainingSection(_Section):
         max_steps: Optimiser steps; give this or ``epochs``.
         epochs: Passes over the rows.
         batch_size: Rows a device and forward pass.
+        mini_batch_tokens: Turns the gradient cache on: a batch of any size in forwards of at most so many tokens,
+            padding included, with the gradient of one whole forward; None: one forward.
         accumulation: Forward passes a step. Unlike a larger batch it adds no in-batch negatives.
         learning_rate: Peak.
         warmup: Below 1 a share of all steps, otherwise a number of steps.
@@ -221,6 +263,7 @@ class TrainingSection(_Section):
     max_steps: Positive | None = None
     epochs: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)] | None = None
     batch_size: Positive = 4
+    mini_batch_tokens: Positive | None = None
     accumulation: Positive = 1
     learning_rate: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)] = 1e-4
     warmup: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.1
@@ -296,4 +339,8 @@ class Recipe(_Section):
                 "model.dtype: bf16 weights swallow small updates in a full fine-tune; set model.dtype: fp32 and "
                 "training.bf16: true (bf16 compute on fp32 weights), or add a lora section"
             )
+        if self.model.dtype == "nf4" and self.lora is None:
+            raise ValueError("model.dtype: nf4 weights are frozen, so nothing would train; add a lora section")
+        if self.loss.contrastive == 0 and self.loss.distill is None:
+            raise ValueError("loss.contrastive: 0 leaves no loss; raise it, or add loss.distill")
         return self

@@ -1,20 +1,10 @@
-"""The ``mia-train`` command. Heavy imports stay inside the commands: ``--help`` must answer at once."""
+"""``mia-train run`` and ``mia-train check``."""
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Optional
 
 import typer
-
-app = typer.Typer(
-    name="mia-train",
-    help="Train the MiA retrievers E1 (query alone) and E2 (query with signature).",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich would double the time of --help
-)
 
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 (typer reads the annotation at run time)
@@ -22,7 +12,6 @@ Overrides = Annotated[
 ]
 
 
-@app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="Recipe file (YAML).")],
     overrides: Overrides = None,
@@ -49,7 +38,6 @@ def run(
     train(loaded, resume)
 
 
-@app.command()
 def check(
     recipes: Annotated[list[str], typer.Argument(help="Recipe files.")],
     overrides: Overrides = None,
@@ -93,24 +81,3 @@ def check(
         Path(json_file).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if wrong:
         raise typer.Exit(2)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: exit 0 done, 1 failed, 2 wrong use with one line on standard error."""
-    try:
-        app(args=arguments)
-    except (ValueError, FileNotFoundError) as error:
-        from mia_serve.core.errors import MiaError
-
-        if isinstance(error, ValueError) and not isinstance(error, MiaError):
-            raise
-        from mia_train.launch import process_count, process_rank
-
-        rank = f"[process {process_rank()}] " if process_count() > 1 else ""
-        typer.echo(f"{rank}error: {error}", err=True)
-        sys.exit(2)
-    except RuntimeError as error:
-        if type(error).__name__ != "TrainingDiverged":  # known by name: its module would bring torch in
-            raise
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
