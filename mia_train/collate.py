@@ -1,4 +1,4 @@
-"""From rows to tensors: which row comes when, what is sampled of it, and its token ids.
+"""From rows to tensors: what is sampled of a row, and its token ids.
 
 Everything random here is a pure function of the seed, the row and the pass over the data. So a resumed run sees what
 the interrupted one would have seen, and a batch of 8 in one process holds the same samples as two of 4 in two.
@@ -14,48 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from mia_serve.core import Encoder
+from mia_serve.core.encoder import batches_by_tokens
 from mia_serve.core.pooling import Sequence, SequenceBatch, pad_sequences
 from mia_train.rows import Passage, Row, id_key, text_key
+from mia_train.schedule import Sample
 
-_ORDER, _SAMPLE = 0, 1  # streams of random numbers under one seed
-
-
-class Sample(NamedTuple):
-    """A row at its place in the schedule."""
-
-    row: Row
-    number: int  # of the row in the data
-    epoch: int  # how often the data was passed before
-
-
-class Schedule(Dataset[Sample]):
-    """The whole run as one list: item i is what the i-th sample of the run is, whoever processes it.
-
-    Each pass over the data is a fresh permutation that holds every row once. Read in order, by one process or by
-    several that take every W-th batch, it gives the same global batches.
-
-    Args:
-        rows: The training rows.
-        length: Samples in the run: steps x global batch.
-        seed: Fixes the order.
-    """
-
-    def __init__(self, rows: list[Row], length: int, seed: int) -> None:
-        self.rows, self.length, self.seed = rows, length, seed
-        self._order: tuple[int, np.ndarray] | None = None
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, position: int) -> Sample:
-        epoch, place = divmod(position, len(self.rows))
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self.seed, _ORDER, epoch]).permutation(len(self.rows)))
-        index = int(self._order[1][place])
-        return Sample(self.rows[index], index, epoch)
+_SAMPLE = 1  # stream of random numbers under the seed (see schedule)
 
 
 @dataclass(frozen=True)
@@ -66,6 +32,7 @@ class SlotKeys:
     ids: Tensor  # (B, C) int64
     texts: Tensor  # (B, C) int64
     valid: Tensor  # (B, C) bool
+    teacher: Tensor  # (B, C) float32 teacher scores, NaN where there is none
     positive_ids: Tensor  # (B, P) int64
     positive_texts: Tensor  # (B, P) int64
 
@@ -123,6 +90,8 @@ class Collator:
         signature_noise: Probability of swapping one summary of the signature for one of another row.
         nodes: Whether the node view and node candidates are built as well.
         groups: Forward groups; with sharded parameters the number must be the same on all ranks (at most 2).
+        group_tokens: For the gradient cache: as many groups as it takes for each to hold at most so many tokens,
+            padding included; a longer sequence goes alone. None: ``groups`` of them.
         seed: Fixes what is sampled.
     """
 
@@ -138,9 +107,11 @@ class Collator:
         signature_noise: float = 0.0,
         nodes: bool = False,
         groups: int = 4,
+        group_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.encoder, self.seed, self.groups, self.with_nodes = encoder, seed, groups, nodes
+        self.encoder, self.seed, self.with_nodes = encoder, seed, nodes
+        self.groups, self.group_tokens = groups, group_tokens
         self.hard, self.simple = hard_negatives, simple_negatives
         self.use_signatures = use_signatures
         self.dropout, self.noise = signature_dropout, signature_noise
@@ -194,7 +165,10 @@ class Collator:
             )
             node_weights = torch.tensor([float(sample.row.nodes is not None) for sample in samples])
             node_readouts = torch.tensor([found.get("node", found["query"]) for found in views])
-        plan = plan_groups([len(sequence.ids) for sequence in sequences], self.groups)
+        lengths = [len(sequence.ids) for sequence in sequences]
+        plan = plan_groups(lengths, self.groups)
+        if self.group_tokens is not None:
+            plan = plan_by_tokens(lengths, self.group_tokens)
         groups = [
             # right padding, which all position embeddings bear, as serving does
             pad_sequences([sequences[i] for i in group], self.encoder.pad_id)
@@ -266,14 +240,17 @@ def _slot_keys(
     rows = len(documents)
     index, ids, texts = (torch.zeros(rows, slots, dtype=torch.long) for _ in range(3))
     valid = torch.zeros(rows, slots, dtype=torch.bool)
+    teacher = torch.full((rows, slots), float("nan"))
     positive_ids, positive_texts = (torch.zeros(rows, max_positives, dtype=torch.long) for _ in range(2))
     for b in range(rows):
         for c, passage in enumerate(documents[b]):
             index[b, c], ids[b, c], texts[b, c] = readout(passage.text), id_key(passage.id), text_key(passage.text)
             valid[b, c] = True
+            if passage.score is not None:
+                teacher[b, c] = passage.score
         for p, passage in enumerate(positives[b]):
             positive_ids[b, p], positive_texts[b, p] = id_key(passage.id), text_key(passage.text)
-    return SlotKeys(index, ids, texts, valid, positive_ids, positive_texts)
+    return SlotKeys(index, ids, texts, valid, teacher, positive_ids, positive_texts)
 
 
 def _readout_order(sequences: list[Sequence], plan: list[list[int]]) -> Tensor:
@@ -315,3 +292,14 @@ def plan_groups(lengths: list[int], groups: int) -> list[list[int]]:
         bounds.append(end + 1)
     bounds = [0, *reversed(bounds)]
     return [ascending[a:b].tolist() for a, b in pairwise(bounds)]
+
+
+def plan_by_tokens(lengths: list[int], budget: int) -> list[list[int]]:
+    """Split rows, longest first, into runs of at most ``budget`` padded tokens; a longer row goes alone.
+
+    Returns:
+        Row numbers of each run.
+    """
+    descending = np.argsort(-np.array(lengths), kind="stable")
+    runs = batches_by_tokens([lengths[i] for i in descending], budget)
+    return [descending[run.start : run.stop].tolist() for run in runs]

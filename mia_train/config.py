@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from mia_serve.core.errors import MiaError
+from mia_train.generator.schema import GeneratorRecipe, generator_warnings
 from mia_train.schema import (
     METRICS,
     BenchmarkRef,
@@ -32,6 +33,7 @@ __all__ = [
     "METRICS",
     "BenchmarkRef",
     "DataConfig",
+    "GeneratorRecipe",
     "LoraSection",
     "LossConfig",
     "ModelConfig",
@@ -39,6 +41,7 @@ __all__ = [
     "TrainingSection",
     "dump_recipe",
     "is_row_file",
+    "load_any_recipe",
     "load_recipe",
     "missing_inputs",
     "parse_benchmark",
@@ -62,7 +65,19 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe file, apply ``a.b=c`` overrides, resolve paths and check everything that needs no data.
+    """Load a retriever's recipe as :func:`load_any_recipe` does.
+
+    Raises:
+        MiaError: One line that names the file, the YAML path and the fix; also for a generator's recipe.
+    """
+    recipe = load_any_recipe(path, overrides)
+    if isinstance(recipe, GeneratorRecipe):
+        raise MiaError(f"{path}: task: generator; give a retriever's recipe here, which has no task")
+    return recipe
+
+
+def load_any_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe | GeneratorRecipe:
+    """Load a recipe file, whose ``task`` says what for, apply ``a.b=c`` overrides, resolve paths and check everything that needs no data.
 
     A relative path is taken from where it is written: in the file from the file's folder, in an override from the
     current folder. Hub ids, ``package:`` names and benchmark names are left alone. Overriding ``training.max_steps``
@@ -87,10 +102,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         _merge(content, _resolve_paths(nested, Path.cwd()))
         if keys in (["training", "max_steps"], ["training", "epochs"]) and value is not None:
             content["training"].pop("epochs" if keys[1] == "max_steps" else "max_steps", None)
+    schema = _schema_of(content, path)
     try:
-        recipe = Recipe.model_validate(content)
+        recipe = schema.model_validate(content)
     except ValidationError as error:
-        raise MiaError(_explain(error, path, sources)) from None
+        raise MiaError(_explain(error, path, sources, schema)) from None
     for tracker in recipe.training.report_to:
         found = importlib.util.find_spec(tracker)
         if found is None or found.origin is None:  # no origin: just a folder of that name, such as wandb's own ./wandb
@@ -101,16 +117,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def dump_recipe(recipe: Recipe, path: str | Path) -> None:
+def dump_recipe(recipe: Recipe | GeneratorRecipe, path: str | Path) -> None:
     """Write the resolved recipe, every default filled in, so that the run can be repeated from this file alone."""
     content = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     Path(path).write_text(f"# mia-train run {Path(path).name}\n{content}", encoding="utf-8")
 
 
-def missing_inputs(recipe: Recipe) -> list[str]:
+def missing_inputs(recipe: Recipe | GeneratorRecipe) -> list[str]:
     """Name every input of the recipe that is not on this machine, one line each; hub ids are not looked up."""
     missing = []
-    places = [("model.base", recipe.model.base), ("data.signature_encoder", recipe.data.signature_encoder)]
+    places: list[tuple[str, str | None]] = [("model.base", recipe.model.base)]
+    evaluated = mindscape = None
+    if isinstance(recipe, GeneratorRecipe):
+        places.append(("data.encoder", recipe.data.encoder))
+    else:
+        places.append(("data.signature_encoder", recipe.data.signature_encoder))
+        evaluated, mindscape = recipe.data.eval, recipe.data.mindscape
     for where, value in places:
         if value and os.path.isabs(value) and not Path(value).is_dir():
             missing.append(f"{where}: no folder {value}")
@@ -118,10 +140,10 @@ def missing_inputs(recipe: Recipe) -> list[str]:
             module = value.removeprefix("package:").split("/")[0]
             if not module.isidentifier() or importlib.util.find_spec(module) is None:
                 missing.append(f"{where}: {value}: no installed Python package {module!r}; pip install it")
-    if recipe.data.mindscape and not Path(recipe.data.mindscape).is_dir():
-        missing.append(f"data.mindscape: no folder {recipe.data.mindscape}")
+    if mindscape and not Path(mindscape).is_dir():
+        missing.append(f"data.mindscape: no folder {mindscape}")
     named = [(f"data.train[{i}]", source) for i, source in enumerate(recipe.data.train)]
-    named += [("data.eval", recipe.data.eval)] if recipe.data.eval else []
+    named += [("data.eval", evaluated)] if evaluated else []
     for where, source in named:
         if is_row_file(source):
             if not Path(source).is_file():
@@ -134,14 +156,16 @@ def missing_inputs(recipe: Recipe) -> list[str]:
     return missing
 
 
-def recipe_warnings(recipe: Recipe) -> list[str]:
+def recipe_warnings(recipe: Recipe | GeneratorRecipe) -> list[str]:
     """Name what is allowed but rarely meant, one line each."""
+    if isinstance(recipe, GeneratorRecipe):
+        return generator_warnings(recipe)
     data, training, notes = recipe.data, recipe.training, []
     if recipe.loss.negatives == "in_batch" and training.accumulation > 1:
         notes.append(
             f"training.accumulation: {training.accumulation} passes of {training.batch_size} rows see the in-batch "
             f"negatives of {training.batch_size} rows, not of {training.accumulation * training.batch_size}; "
-            "raise batch_size for more negatives"
+            "raise batch_size for more negatives (training.mini_batch_tokens keeps its memory small)"
         )
     if data.view == "query":
         unused = data.model_fields_set & {"signature_encoder", "signature_dropout", "signature_noise", "signature_mode"}
@@ -152,6 +176,14 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
     elif any(source.split(":")[:2] == data.eval.split(":")[:2] for source in data.train):
         notes.append(f"data.eval: {data.eval} is trained on, so it says nothing about new questions")
     return notes
+
+
+def _schema_of(content: dict[str, Any], path: Path) -> type[Recipe] | type[GeneratorRecipe]:
+    if "task" not in content:
+        return Recipe
+    if content["task"] != "generator":
+        raise MiaError(f"{path}: task: {content['task']!r}; allowed: generator (a retriever's recipe has no task)")
+    return GeneratorRecipe
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -215,6 +247,7 @@ def _resolve_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     resolvers = {
         ("model", "base"): encoder,
         ("data", "signature_encoder"): encoder,
+        ("data", "encoder"): encoder,
         ("data", "mindscape"): lambda value: absolute(value) if isinstance(value, str) and value else value,
         ("data", "train"): rows,
         ("training", "output_dir"): lambda value: absolute(value) if isinstance(value, str) and value else value,
@@ -226,7 +259,7 @@ def _resolve_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     return content
 
 
-def _explain(error: ValidationError, path: Path, overrides: dict[str, str]) -> str:
+def _explain(error: ValidationError, path: Path, overrides: dict[str, str], schema: type[BaseModel]) -> str:
     """Turn the first of pydantic's errors into one line; an unknown key goes first, it often causes the others."""
     errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     first = errors[0]
@@ -237,7 +270,7 @@ def _explain(error: ValidationError, path: Path, overrides: dict[str, str]) -> s
     where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = _unknown_key([str(step) for step in location])
+        message = _unknown_key([str(step) for step in location], schema)
     elif first["type"] == "missing":
         message = "is missing and has no default"
     elif first["type"] != "value_error":
@@ -254,9 +287,9 @@ def _explain(error: ValidationError, path: Path, overrides: dict[str, str]) -> s
     return f"{source}: {where}: {message}{more}" if where else f"{source}: {message}{more}"
 
 
-def _unknown_key(location: list[str]) -> str:
-    allowed = _fields(location[:-1])
-    paths = [f"{section}.{key}" for section in Recipe.model_fields for key in _fields([section])]
+def _unknown_key(location: list[str], schema: type[BaseModel]) -> str:
+    allowed = _fields(location[:-1], schema)
+    paths = [f"{section}.{key}" for section in schema.model_fields for key in _fields([section], schema)]
     near = difflib.get_close_matches(location[-1], allowed, n=1, cutoff=0.6)
     # A key in the wrong section is the commonest slip after a misspelt one.
     elsewhere = [path for path in paths if path.split(".")[1] == location[-1]]
@@ -266,8 +299,8 @@ def _unknown_key(location: list[str]) -> str:
     return f"unknown key{hint} (allowed here: {', '.join(allowed)})"
 
 
-def _fields(location: list[str]) -> list[str]:
-    model: type[BaseModel] = Recipe
+def _fields(location: list[str], schema: type[BaseModel]) -> list[str]:
+    model = schema
     for step in location:
         annotation = model.model_fields[step].annotation
         options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)

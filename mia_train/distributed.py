@@ -88,6 +88,15 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
+def max_over_ranks(x: Tensor) -> Tensor:
+    """Return the elementwise maximum of ``x`` over all ranks (no gradient)."""
+    if not is_distributed():
+        return x
+    most = x.detach().clone()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most
+
+
 def gather_objects(value: T) -> list[T]:
     """Return every rank's picklable value, in rank order."""
     if not is_distributed():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mia_train import distributed
 from mia_train.collate import TrainBatch
-from mia_train.losses import LossOutput
+from mia_train.objective import Objective
 
 LOG_FILE = "metrics.jsonl"
 NONFINITE_FILE = "nonfinite_batches.json"
@@ -52,14 +52,20 @@ class MetricsLog:
 
 
 class Meter:
-    """Count rows, tokens and the state of the negatives between two log lines, over all ranks."""
+    """Count rows, tokens and the state of the negatives between two log lines, over all ranks.
+
+    Args:
+        device: Where the sums are kept.
+        distills: Report the distillation loss.
+        signatures: Report the contrastive loss with and without the signature, of the rows that have one.
+    """
 
     TOTALS = ("total_rows", "total_tokens", "total_seconds")
     # Sums that are kept on the device, so that counting never waits for it.
-    _SUMS = ("batches", "positive", "hardest", "masked", "candidates")
+    _SUMS = ("batches", "positive", "hardest", "masked", "candidates", "distill", "with", "without", "shown")
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, distills: bool = False, signatures: bool = False) -> None:
+        self.device, self.distills, self.signatures = device, distills, signatures
         self.rows = self.tokens = 0  # of the whole run, this rank
         self.seconds = 0.0
         self._started: float | None = None
@@ -80,13 +86,16 @@ class Meter:
             self._seconds += time.perf_counter() - self._started
             self._started = None
 
-    def add(self, batch: TrainBatch, output: LossOutput) -> None:
+    def add(self, batch: TrainBatch, output: Objective) -> None:
         """Count one micro-batch."""
         self._rows += len(batch.query_ids)
         self._tokens += batch.tokens
         self._slots += batch.slots
         one = torch.ones((), device=self.device)
-        parts = (one, output.positive, output.hardest, output.masked, output.candidates)
+        found = output.contrast
+        of_contrast = (found.positive, found.hardest, found.masked, found.candidates)
+        of_signatures = (output.with_signature, output.without_signature, output.signature_rows)
+        parts = (one, *of_contrast, output.distill, *of_signatures)
         self._sums += torch.stack([part.detach().float().to(self.device) for part in parts])
 
     def read(self) -> dict[str, float]:
@@ -100,6 +109,10 @@ class Meter:
         self.seconds += self._seconds
         self._reset()
         self.start()
+        more = {"distill_loss": sums["distill"] / batches} if self.distills else {}
+        if self.signatures:
+            shown = sums["shown"] or float("nan")
+            more |= {"loss_with_signature": sums["with"] / shown, "loss_without_signature": sums["without"] / shown}
         return {
             "rows_per_s": counts[0] / seconds,
             "tokens_per_s": counts[1] / seconds,
@@ -108,6 +121,7 @@ class Meter:
             "hardest_negative_similarity": sums["hardest"] / batches,
             "masked_negatives": sums["masked"],
             "negatives_per_row": sums["candidates"] / max(counts[0], 1.0) - 1.0,
+            **more,
             **{name: getattr(self, name.removeprefix("total_")) for name in self.TOTALS},
         }
 

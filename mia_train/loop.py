@@ -3,62 +3,31 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import save_fsdp_optimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback
 
-from mia_serve.core import Encoder, MiaError, fuse_views
-from mia_train import distributed
-from mia_train.collate import Collator, Schedule, SlotKeys, TrainBatch
+from mia_serve.core import Encoder, MiaError
+from mia_train import distributed, sharding
+from mia_train.collate import Collator, TrainBatch
 from mia_train.evaluate import RetrievalEvaluation
 from mia_train.finish import RECIPE_FILE, write_run_facts
+from mia_train.gradcache import cached_backward
 from mia_train.logs import Meter, MetricsLog, NonFiniteGuard
-from mia_train.losses import Candidates, LossOutput, PositiveKeys, info_nce, joint
-from mia_train.model import MiaModel, load_encoder
-from mia_train.schema import LossConfig, Recipe
+from mia_train.model import MiaModel
+from mia_train.objective import Objective, batch_loss
+from mia_train.schedule import Schedule
+from mia_train.schema import Recipe
 
 MAX_NONFINITE_STEPS = 5
-
-
-def batch_loss(vectors: Tensor, batch: TrainBatch, config: LossConfig, alpha: float) -> LossOutput:
-    """Compute the loss of a micro-batch from its readouts.
-
-    Args:
-        vectors: (R, d) unit vectors in the order of building.
-        batch: The micro-batch.
-        config: Kind of negatives, temperature, beta, margin.
-        alpha: Weight of the signature-aware view in the fused query.
-    """
-    query = vectors[batch.query_readouts]
-
-    def of_view(queries: Tensor, keys: SlotKeys, weights: Tensor | None) -> LossOutput:
-        return info_nce(
-            queries,
-            Candidates(vectors[keys.readouts], keys.ids, keys.texts, keys.valid),
-            PositiveKeys(keys.positive_ids, keys.positive_texts),
-            negatives=config.negatives,
-            temperature=config.temperature,
-            mask_margin=config.mask_margin,
-            row_weights=weights,
-        )
-
-    def loss(target_readouts: Tensor, keys: SlotKeys, weights: Tensor | None = None) -> LossOutput:
-        target = vectors[target_readouts]
-        total = of_view(fuse_views(query, target, alpha), keys, weights)
-        for view, weight in ((query, config.query_view), (target, config.signature_view)):
-            if weight > 0:
-                total = total._replace(loss=total.loss + weight * of_view(view, keys, weights).loss)
-        return total
-
-    chunk = loss(batch.chunk_readouts, batch.documents)
-    if config.beta is None or batch.nodes is None or batch.node_readouts is None:
-        return chunk
-    return joint(chunk, loss(batch.node_readouts, batch.nodes, batch.node_weights), config.beta)
 
 
 class MiaTrainer(Trainer):
@@ -98,7 +67,11 @@ class MiaTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self.schedule = schedule
         self.recipe, self.encoder, self.evaluation = recipe, encoder, evaluation
-        self.meter = Meter(arguments.device)
+        self.meter = Meter(
+            arguments.device,
+            distills=recipe.loss.distill is not None,
+            signatures=recipe.data.view == "signature",
+        )
         self.output = Path(str(arguments.output_dir))
         self.log_file = MetricsLog(self.output, start) if distributed.is_main() else None
         self.guard = NonFiniteGuard(self.output, MAX_NONFINITE_STEPS)
@@ -142,20 +115,42 @@ class MiaTrainer(Trainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs.to(self.args.device)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run one micro-batch with the clock on."""
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run one micro-batch, forward and backward, with the clock on."""
         self.meter.start()
-        return super().training_step(*args, **kwargs)
+        if self.recipe.training.mini_batch_tokens is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        batch = self._prepare_inputs(inputs)
+        passes = self.current_gradient_accumulation_steps
+
+        def loss_of(vectors: Tensor) -> tuple[Tensor, Tensor]:
+            output = self._objective(vectors, batch)
+            return output.loss / passes, output.loss.detach()
+
+        rounds = len(batch.groups)
+        if self.is_fsdp_enabled:
+            rounds = int(distributed.max_over_ranks(torch.tensor(rounds, device=self.args.device)))
+        syncs = self.accelerator.sync_gradients  # false in all micro-batches of a step but the last
+
+        def no_sync() -> AbstractContextManager[None]:
+            return self.accelerator.no_sync(model) if syncs else nullcontext()
+
+        return cached_backward(model, batch.groups, loss_of, no_sync=no_sync, rounds=rounds) / passes
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of one micro-batch; see :func:`batch_loss`."""
-        vectors = model(inputs.groups)[inputs.order]
-        output = batch_loss(vectors, inputs, self.recipe.loss, self.encoder.spec.alpha)
-        self.meter.add(inputs, output)
-        self.guard.see(inputs.query_ids)
+        """Return the loss of one micro-batch in one forward; see :func:`batch_loss`."""
+        output = self._objective(model(inputs.groups), inputs)
         return (output.loss, output) if return_outputs else output.loss
+
+    def _objective(self, forwarded: Tensor, batch: TrainBatch) -> Objective:
+        """Compute the objective from the readouts in order of forwarding, and count the micro-batch."""
+        output = batch_loss(forwarded[batch.order], batch, self.recipe.loss, self.encoder.spec.alpha)
+        self.meter.add(batch, output)
+        self.guard.see(batch.query_ids)
+        return output
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         # Called once an optimiser step, after clipping and right before the step itself.
@@ -202,57 +197,78 @@ class MiaTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write an encoder folder; collective."""
         self.meter.pause()
-        super().save_model(output_dir, _internal_call)
+        weights = self.whole_weights()
+        if self.args.should_save:
+            self._save(output_dir, weights)
         distributed.barrier()  # the folder is renamed into place; no rank may write its random state before that
+
+    def whole_weights(self) -> dict[str, Tensor] | None:
+        """Return rank 0's copy of the weights where the model holds shards (FSDP), else None; collective."""
+        if not self.is_fsdp_enabled:
+            return None
+        return sharding.gather_weights(self.model, trained_only=self.recipe.lora is not None)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(str(output_dir or self.args.output_dir))
-        encoder = self.encoder
-        if state_dict is not None:  # sharded parameters, gathered by the caller: put them into a whole model
-            encoder = load_encoder(self.recipe.model)
-            whole = MiaModel(encoder, lora=self.recipe.lora)
-            whole.load_state_dict(state_dict)
-        encoder.save(folder)
+        sharding.save_encoder(self.encoder, folder, state_dict)
         write_run_facts(self.recipe, folder)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        # As the Trainer does, without its second copy of the weights: those of the encoder folder are read back.
+        plugin = self.accelerator.state.fsdp_plugin
+        save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            load_weights(self.encoder, Path(resume_from_checkpoint))
+        self._load_weights(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if self.is_deepspeed_enabled:
             super()._load_best_model()
         else:
-            load_weights(self.encoder, Path(str(self.state.best_model_checkpoint)))
+            self._load_weights(Path(str(self.state.best_model_checkpoint)))
+
+    def _load_weights(self, folder: Path) -> None:
+        if not self.is_fsdp_enabled:
+            load_weights(self.encoder, folder)
+            return
+        found: list[dict[str, Tensor]] = [{}]
+        distributed.on_main(lambda: found.append(checkpoint_weights(self.encoder, folder)))
+        sharding.scatter_weights(self.model, found[-1])
 
 
 def load_weights(encoder: Encoder, folder: Path) -> None:
-    """Copy the weights of a checkpoint of the same run into an encoder, in place.
+    """Copy the weights of a checkpoint of the same run into an encoder, in place; see :func:`checkpoint_weights`."""
+    encoder.model.load_state_dict(checkpoint_weights(encoder, folder), strict=False)
+
+
+def checkpoint_weights(encoder: Encoder, folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint by the names they have in an encoder's model; with adapters those alone.
 
     Raises:
         MiaError: They are not weights of such a model, or of such adapters.
     """
     adapter, model = folder / "adapter_model.safetensors", encoder.model
-    fits = adapter.is_file() == hasattr(model, "peft_config")
-    try:
-        if fits and adapter.is_file():
-            from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-            weights = load_file(adapter)
-            fits = weights.keys() == get_peft_model_state_dict(model, save_embedding_layers=False).keys()
-            if fits:
-                set_peft_model_state_dict(model, weights)
-        elif fits:
-            model.load_state_dict(Encoder.load(folder, device="cpu", dtype="float32").model.state_dict())
-    except RuntimeError:  # sizes or names differ; torch lists them all
-        fits = False
-    if not fits:
+    adapted = hasattr(model, "peft_config")
+    expected = {name: weight.shape for name, weight in model.state_dict().items()}
+    weights: dict[str, Tensor] = {}
+    if adapted == adapter.is_file():
+        if adapted:  # peft leaves the adapter's own name out in files
+            expected = {name: shape for name, shape in expected.items() if ".default" in name}
+            names = {name.replace(".default", ""): name for name in expected}
+            weights = {names.get(name, name): weight for name, weight in load_file(adapter).items()}
+        else:
+            weights = Encoder.load(folder, device="cpu", dtype="float32").model.state_dict()
+    if not weights or {name: weight.shape for name, weight in weights.items()} != expected:
         raise MiaError(
             f"{folder}: its weights do not fit the model and lora sections of this recipe; resume with those of "
             f"{folder / RECIPE_FILE}, or give another training.output_dir"
         )
+    return weights
 
 
 class _StepLine(TrainerCallback):

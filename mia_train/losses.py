@@ -42,6 +42,7 @@ class LossOutput(NamedTuple):
 
     Attributes:
         loss: Scalar, mean over the rows.
+        rows: (B,) loss of each row, detached.
         positive: Mean cosine of the positives.
         hardest: Mean cosine of each row's best negative that took part.
         masked: False negatives that were masked, summed over the rows.
@@ -49,15 +50,63 @@ class LossOutput(NamedTuple):
     """
 
     loss: Tensor
+    rows: Tensor
     positive: Tensor
     hardest: Tensor
     masked: Tensor
     candidates: Tensor
 
 
+class CandidatePool(NamedTuple):
+    """What B queries are compared with: M candidates each, gathered once however many views of a query there are.
+
+    With in-batch negatives all queries share M = world size * B * C candidates and the keys are (1, M); with own ones
+    M = C, ``vectors`` is (B, C, d) and the keys are (B, C).
+    """
+
+    vectors: Tensor  # (M, d) or (B, C, d) float32
+    ids: Tensor
+    texts: Tensor
+    valid: Tensor
+    repeated: Tensor  # bool, repeats an earlier candidate
+    target: Tensor  # (B,) int64, column of each query's positive
+
+    def scores(self, queries: Tensor) -> Tensor:
+        """Return the cosines (B, M) of B unit queries."""
+        if self.vectors.dim() == 3:
+            return torch.einsum("bd,bcd->bc", queries, self.vectors)
+        return queries @ self.vectors.T
+
+
+def gather_candidates(candidates: Candidates, negatives: Negatives) -> CandidatePool:
+    """Lay out the candidates of B queries; in-batch ones are gathered from all processes, gradient included.
+
+    Raises:
+        ValueError: A query has fewer than two candidates, so that its loss would be 0 and nothing would be learnt.
+    """
+    if negatives not in ("own", "in_batch"):
+        raise ValueError(f"negatives is {negatives!r}; allowed: own, in_batch")
+    rows, slots = candidates.ids.shape
+    columns = slots if negatives == "own" else rows * slots * distributed.world_size()
+    if columns < 2:
+        raise ValueError(
+            f"InfoNCE needs at least 2 candidates per query, got {columns}; add negatives to the rows, or use "
+            "in_batch negatives with a batch of 2 or more"
+        )
+    device, vectors = candidates.ids.device, candidates.vectors.float()
+    if negatives == "own":
+        keys = candidates.ids, candidates.texts, candidates.valid
+        return CandidatePool(vectors, *keys, _repeated_own(*keys), torch.zeros(rows, dtype=torch.long, device=device))
+    everyone = distributed.all_gather(vectors).flatten(0, 1)
+    ids, texts, valid = (distributed.all_gather(x).flatten()[None] for x in candidates[1:])
+    repeated = _repeated(ids[0], valid[0]) | _repeated(texts[0], valid[0])
+    target = (torch.arange(rows, device=device) + rows * distributed.rank()) * slots
+    return CandidatePool(everyone, ids, texts, valid, repeated, target)
+
+
 def info_nce(
     queries: Tensor,
-    candidates: Candidates,
+    candidates: Candidates | CandidatePool,
     positives: PositiveKeys,
     *,
     negatives: Negatives = "own",
@@ -76,9 +125,9 @@ def info_nce(
 
     Args:
         queries: (B, d) unit rows.
-        candidates: C slots a row; on every rank the same B and C.
+        candidates: C slots a row, on every rank the same B and C; or what :func:`gather_candidates` made of them.
         positives: Keys of all positives of each row.
-        negatives: ``own`` or ``in_batch``.
+        negatives: ``own`` or ``in_batch``; for candidates that are not gathered yet.
         temperature: Divides the cosines.
         mask_margin: Allowed excess of a negative's cosine over the positive's, or None.
         row_weights: (B,) factor of each row in the mean, 0 for rows without this kind of positive.
@@ -86,40 +135,21 @@ def info_nce(
     Raises:
         ValueError: A query has fewer than two candidates, so that its loss would be 0 and nothing would be learnt.
     """
-    if negatives not in ("own", "in_batch"):
-        raise ValueError(f"negatives is {negatives!r}; allowed: own, in_batch")
-    rows, slots = candidates.ids.shape
-    columns = slots if negatives == "own" else rows * slots * distributed.world_size()
-    if columns < 2:
-        raise ValueError(
-            f"InfoNCE needs at least 2 candidates per query, got {columns}; add negatives to the rows, or use "
-            "in_batch negatives with a batch of 2 or more"
-        )
     with torch.autocast(queries.device.type, enabled=False):
-        queries = queries.float()
-        if negatives == "own":
-            scores = torch.einsum("bd,bcd->bc", queries, candidates.vectors.float())
-            ids, texts, valid = candidates.ids, candidates.texts, candidates.valid
-            target = torch.zeros(rows, dtype=torch.long, device=scores.device)
-            repeated = _repeated_own(ids, texts, valid)
-        else:
-            everyone = distributed.all_gather(candidates.vectors.float())
-            scores = queries @ everyone.flatten(0, 1).T
-            ids, texts, valid = (distributed.all_gather(x).flatten()[None] for x in candidates[1:])
-            target = (torch.arange(rows, device=scores.device) + rows * distributed.rank()) * slots
-            repeated = _repeated(ids[0], valid[0]) | _repeated(texts[0], valid[0])
-        false = repeated | _is_positive(ids, positives.ids) | _is_positive(texts, positives.texts)
-        is_target = F.one_hot(target, scores.shape[1]).bool()
+        pool = candidates if isinstance(candidates, CandidatePool) else gather_candidates(candidates, negatives)
+        scores = pool.scores(queries.float())
+        false = pool.repeated | _is_positive(pool.ids, positives.ids) | _is_positive(pool.texts, positives.texts)
+        is_target = F.one_hot(pool.target, scores.shape[1]).bool()
         if mask_margin is not None:
-            limit = scores.detach().gather(1, target[:, None]) + mask_margin
+            limit = scores.detach().gather(1, pool.target[:, None]) + mask_margin
             false = false | (scores.detach() > limit)
-        false = false & valid & ~is_target
-        blocked = (false | ~valid) & ~is_target
+        false = false & pool.valid & ~is_target
+        blocked = (false | ~pool.valid) & ~is_target
         logits = (scores / temperature).masked_fill(blocked, float("-inf"))
-        losses = F.cross_entropy(logits, target, reduction="none")
+        losses = F.cross_entropy(logits, pool.target, reduction="none")
     weights = torch.ones_like(losses) if row_weights is None else row_weights.to(losses)
     with torch.no_grad():
-        positive = scores.gather(1, target[:, None])[:, 0]
+        positive = scores.gather(1, pool.target[:, None])[:, 0]
         hardest = scores.masked_fill(blocked | is_target, float("-inf")).amax(dim=1)
         has_negative = torch.isfinite(hardest) & (weights > 0)
         mean_hardest = torch.where(has_negative, hardest, 0).sum() / has_negative.sum().clamp(min=1)
@@ -127,11 +157,60 @@ def info_nce(
         counted = weights > 0
     return LossOutput(
         loss=(losses * weights).mean(),
+        rows=losses.detach(),
         positive=mean_positive,
         hardest=mean_hardest,
         masked=false[counted].sum(),
         candidates=(~blocked)[counted].sum(),
     )
+
+
+def distillation(
+    scores: Tensor,
+    teacher: Tensor,
+    *,
+    kind: Literal["kl", "margin_mse"] = "kl",
+    temperature: float = 0.05,
+    teacher_scale: float = 1.0,
+) -> Tensor:
+    """Compute how far a query's scores are from a teacher's, over the row's own candidates.
+
+    ``kl``: KL(softmax(teacher / T) || softmax(scores / T)), without the factor T² that Hinton et al. (2015) put before
+    it: at T = 0.05 it would only hide the weight. ``margin_mse``: mean over the negatives of the squared difference
+    between the student's and the teacher's lead of the positive (Hofstätter et al., 2020).
+
+    Args:
+        scores: (B, C) cosines, slot 0 the positive.
+        teacher: (B, C) scores on any scale, NaN where the teacher gave none; no gradient flows into it.
+        kind: ``kl`` or ``margin_mse``.
+        temperature: T of ``kl``.
+        teacher_scale: Multiplies the teacher's scores first.
+
+    Returns:
+        Scalar: the mean over all B rows. A row whose positive and at least one negative are not scored counts as 0.
+    """
+    teacher = teacher.detach().float() * teacher_scale
+    known = ~teacher.isnan()
+    usable = known[:, 0] & (known.sum(dim=1) > 1)
+    with torch.autocast(scores.device.type, enabled=False):
+        scores = scores.float()
+        if kind == "margin_mse":
+            wrong = (scores[:, :1] - scores[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
+            wrong = wrong.masked_fill(~(known[:, 1:] & known[:, :1]), 0.0)
+            rows = wrong.square().sum(dim=1) / known[:, 1:].sum(dim=1).clamp(min=1)
+        else:
+            # Rows that are left out get finite logits, or their zero weight would meet a NaN gradient.
+            known = known | ~usable[:, None]
+            logits = (scores / temperature).masked_fill(~known, float("-inf"))
+            wanted = (teacher.nan_to_num() / temperature).masked_fill(~known, float("-inf")).log_softmax(dim=1)
+            gap = F.kl_div(
+                logits.log_softmax(dim=1).masked_fill(~known, 0.0),
+                wanted.masked_fill(~known, 0.0),
+                reduction="none",
+                log_target=True,
+            )
+            rows = gap.masked_fill(~known, 0.0).sum(dim=1)
+        return rows.masked_fill(~usable, 0.0).mean()
 
 
 def joint(chunk: LossOutput, node: LossOutput, beta: float) -> LossOutput:

@@ -18,7 +18,7 @@ from mia_train.schema import LoraSection, ModelConfig
 logger = logging.getLogger(__name__)
 
 
-def load_encoder(config: ModelConfig) -> Encoder:
+def load_encoder(config: ModelConfig, matryoshka: tuple[int, ...] = ()) -> Encoder:
     """Open the base of a recipe on the CPU, with the recipe's changes to its spec.
 
     Weights are float32 (masters) unless the recipe asks for a frozen bf16 base under LoRA.
@@ -32,7 +32,7 @@ def load_encoder(config: ModelConfig) -> Encoder:
     encoder = Encoder.load(config.base, device="cpu", dtype=dtype, **changes)
     # The checkpoint's base is what this run starts from, also where that is itself a fine-tuned folder: an adapter
     # would otherwise be put on the wrong weights.
-    spec = encoder.spec.with_changes(base=config.base)
+    spec = encoder.spec.with_changes(base=config.base, matryoshka=matryoshka, truncate_dim=None)
     if config.instruction is not None:
         causal = spec.pooling == "last" and config.instruction
         prefix = instruction_prefix(config.instruction) if causal else config.instruction

@@ -71,7 +71,8 @@ def make_plan(recipe: Recipe, processes: int = 1) -> Plan:
         adapters=_adapters(recipe),
         precision=f"weights {model.dtype}, {'trained ones fp32, ' if recipe.lora else ''}"
         f"compute {'bf16' if training.bf16 else 'fp32'}"
-        + (", gradient checkpointing (non-reentrant)" if training.gradient_checkpointing else ""),
+        + (", gradient checkpointing (non-reentrant)" if training.gradient_checkpointing else "")
+        + (f", gradient cache, {training.mini_batch_tokens:,} tokens a forward" if training.mini_batch_tokens else ""),
         evaluation=_evaluation(recipe),
         warnings=tuple(recipe_warnings(recipe)),
         missing=tuple(missing_inputs(recipe)),

@@ -48,10 +48,16 @@ class EncodeFailed(RuntimeError):
         self.rows, self.vectors = rows, vectors
 
 
-def embed_batch(model: torch.nn.Module, batch: SequenceBatch) -> Tensor:
-    """Run one forward and return the (R, d) float32 unit vectors of the batch's readouts; differentiable."""
+def embed_batch(model: torch.nn.Module, batch: SequenceBatch, dim: int | None = None) -> Tensor:
+    """Run one forward and return the (R, d) float32 unit vectors of the batch's readouts; differentiable.
+
+    Args:
+        model: The backbone.
+        batch: B padded rows with R readouts.
+        dim: Keep the first so many values, before normalising; None: all.
+    """
     hidden = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
-    return normalise(pool_spans(hidden, batch.attention_mask, batch.rows, batch.starts, batch.ends))
+    return normalise(pool_spans(hidden, batch.attention_mask, batch.rows, batch.starts, batch.ends)[:, :dim])
 
 
 class Encoder:
@@ -109,7 +115,7 @@ class Encoder:
     @property
     def dim(self) -> int:
         """Width of the vectors."""
-        return self.spec.dim
+        return self.spec.truncate_dim or self.spec.dim
 
     @property
     def spec_hash(self) -> str:
@@ -232,7 +238,7 @@ class Encoder:
         """Embed a batch; on device out-of-memory go on with halves, down to single rows."""
         try:
             batch = pad_sequences([s for _, s in items], self.pad_id)
-            vectors = embed_batch(self.model, batch.to(self.device)).cpu().numpy()
+            vectors = embed_batch(self.model, batch.to(self.device), self.spec.truncate_dim).cpu().numpy()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             self.tokens_per_batch = max(1, self.tokens_per_batch // 2)

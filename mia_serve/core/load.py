@@ -124,12 +124,17 @@ def _sentence_transformers_facts(folder: Path) -> FolderFacts:
     return FolderFacts(folder, "sentence-transformers", backbone, prompts, pooling, limit)
 
 
-def load_parts(name: str, dtype: torch.dtype, overrides: dict[str, Any]) -> tuple[torch.nn.Module, Any, EncoderSpec]:
-    """Return backbone, tokenizer and spec of a model; see :meth:`Encoder.load`."""
+def load_parts(
+    name: str, dtype: torch.dtype, overrides: dict[str, Any], base: str | None = None
+) -> tuple[torch.nn.Module, Any, EncoderSpec]:
+    """Return backbone, tokenizer and spec of a model; see :meth:`Encoder.load`.
+
+    With ``base`` an adapter is put on that model instead of the one that its folder names.
+    """
     facts = folder_facts(resolve_folder(name))
     adapter = facts.backbone / "adapter_config.json"
     if adapter.is_file():
-        model, base_tokenizer, base_spec = load_parts(adapter_base(facts), dtype, {})
+        model, base_tokenizer, base_spec = load_parts(base or adapter_base(facts), dtype, {})
         model = _with_adapter(model, facts.backbone)
         own = (facts.backbone / "tokenizer_config.json").is_file() or (facts.backbone / "tokenizer.json").is_file()
         tokenizer = _tokenizer(facts.backbone) if own else base_tokenizer
@@ -187,13 +192,14 @@ def _with_adapter(model: torch.nn.Module, folder: Path) -> Any:
     try:
         adapted = PeftModel.from_pretrained(cast(Any, model), str(folder))
         # Only this tells which weights were found; peft itself would go on with the bare base.
-        missing = adapted.load_adapter(str(folder), "default").missing_keys
+        found = adapted.load_adapter(str(folder), "default")
     except (ValueError, RuntimeError, SafetensorError) as error:
         raise MiaError(f"{folder}: its adapter cannot be read ({error}); get or save the folder again") from error
-    if missing:
-        raise MiaError(
-            f"{folder}: its adapter lacks {missing[0]!r} ({len(missing)} in all); it was made for another model"
-        )
+    for what, keys in (("lacks", found.missing_keys), ("has no place here for", found.unexpected_keys)):
+        if keys:
+            raise MiaError(
+                f"{folder}: its adapter {what} {keys[0]!r} ({len(keys)} in all); it was made for another model"
+            )
     return adapted
 
 

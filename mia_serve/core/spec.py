@@ -29,7 +29,9 @@ class EncoderSpec:
         signature_pooling: Mean pooling only: whether the signature-aware view averages ``all`` tokens or only
             those of the ``query``, to which the summaries then speak through attention.
         similarity: Always ``cosine``: rows are unit vectors.
-        dim: Width of the vectors.
+        dim: Width of the model's vectors.
+        matryoshka: Narrower widths that the vectors were trained to be cut to, descending; empty: none are known.
+        truncate_dim: Cut vectors to so many values (and make them unit vectors again); None: all of them.
     """
 
     base: str
@@ -42,6 +44,8 @@ class EncoderSpec:
     alpha: float = 0.5
     signature_pooling: Literal["all", "query"] = "all"
     similarity: Literal["cosine"] = "cosine"
+    matryoshka: tuple[int, ...] = ()
+    truncate_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -58,6 +62,11 @@ class EncoderSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise MiaError(f"encoder spec: {name} is {value!r}; allowed: integers from {least}")
+        cut, known = self.truncate_dim, (self.dim, *self.matryoshka)
+        whole = isinstance(cut, int) and not isinstance(cut, bool)
+        if cut is not None and (not whole or not 1 <= cut <= self.dim or (self.matryoshka and cut not in known)):
+            allowed = ", ".join(map(str, known)) if self.matryoshka else f"integers from 1 to {self.dim}"
+            raise MiaError(f"encoder spec: truncate_dim is {cut!r}; allowed: {allowed}, or None")
 
     @property
     def hash(self) -> str:
@@ -100,4 +109,6 @@ class EncoderSpec:
                 f"{source}: the template was edited by hand (hash {template.hash}, recorded {recorded}); "
                 "vectors would change silently: save the encoder again with the new template"
             )
+        if "matryoshka" in raw:
+            raw["matryoshka"] = tuple(raw["matryoshka"])
         return cls(template=template, **raw)

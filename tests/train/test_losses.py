@@ -8,9 +8,9 @@ from torch import Tensor
 
 from mia_serve.core import Encoder
 from mia_train.collate import Collator, Sample
-from mia_train.loop import batch_loss
 from mia_train.losses import Candidates, LossOutput, PositiveKeys, info_nce, joint
 from mia_train.model import MiaModel
+from mia_train.objective import batch_loss
 from mia_train.rows import Passage, Row
 from mia_train.schema import LossConfig
 
@@ -135,8 +135,8 @@ def test_loss_is_float32_under_bf16_autocast() -> None:
 
 
 def test_joint_weighs_chunks_and_nodes() -> None:
-    chunk = LossOutput(*map(torch.tensor, (1.0, 0.5, 0.1, 1.0, 4.0)))
-    node = LossOutput(*map(torch.tensor, (3.0, 0.2, 0.0, 2.0, 6.0)))
+    chunk = LossOutput(*map(torch.tensor, (1.0, [1.0], 0.5, 0.1, 1.0, 4.0)))
+    node = LossOutput(*map(torch.tensor, (3.0, [3.0], 0.2, 0.0, 2.0, 6.0)))
     both = joint(chunk, node, beta=0.25)
     assert float(both.loss) == pytest.approx(0.25 * 1 + 0.75 * 3)
     assert (float(both.masked), float(both.candidates), float(both.positive)) == (3, 10, 0.5)
