@@ -90,16 +90,18 @@ def test_our_own_bugs_keep_their_traceback(recipe: Path, monkeypatch: pytest.Mon
 def test_a_run_that_diverged_exits_1_with_one_line(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mia_train.logs import TrainingDiverged
+    from mia_train.logs import NonFiniteGuard
 
     def diverge(*_: object) -> None:
-        raise TrainingDiverged("5 steps in a row had no finite gradient")
+        NonFiniteGuard(recipe.parent, limit=1).check(float("nan"), [], 1)
 
     _stub_trainer(monkeypatch)
     (recipe.parent / "rows.jsonl").write_text("{}\n")
     sys.modules["mia_train.trainer"].run = diverge  # type: ignore[attr-defined]
     assert _exit_code("run", str(recipe)) == 1
-    assert capsys.readouterr().err == "error: 5 steps in a row had no finite gradient\n"
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[-1].startswith("error: 1 steps in a row had no finite gradient; the rows are listed in")
+    assert (recipe.parent / "nonfinite_batches.json").is_file()
 
 
 def test_a_launch_that_lost_its_processes_exits_2(

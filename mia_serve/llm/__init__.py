@@ -1,0 +1,33 @@
+"""Language models behind the OpenAI protocol: a bounded client, recorded replies, answers as checked JSON."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "ChatClient": "client",
+    "Journal": "journal",
+    "LlmFailed": "failures",
+    "Message": "client",
+    "Reply": "cache",
+    "ReplyCache": "cache",
+    "Usage": "cache",
+    "ask_json": "structured",
+    "read_json": "structured",
+}
+
+if TYPE_CHECKING:
+    from mia_serve.llm.cache import Reply, ReplyCache, Usage
+    from mia_serve.llm.client import ChatClient, Message
+    from mia_serve.llm.failures import LlmFailed
+    from mia_serve.llm.journal import Journal
+    from mia_serve.llm.structured import ask_json, read_json
+
+__all__ = ["ChatClient", "Journal", "LlmFailed", "Message", "Reply", "ReplyCache", "Usage", "ask_json", "read_json"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mia_serve.llm' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"mia_serve.llm.{_HOME[name]}"), name)

@@ -1,0 +1,94 @@
+"""A real local HTTP server that speaks the OpenAI chat protocol; a test says what it answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+#: From a request's JSON body to a reply's text, a (text, finish_reason) pair, an HTTP status, or raw bytes.
+Answer = Callable[[dict[str, Any]], "str | tuple[str | None, str] | int | bytes"]
+
+
+class Stub:
+    """What the server saw."""
+
+    def __init__(self, answer: Answer, delay: float) -> None:
+        self.answer, self.delay = answer, delay
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.most_at_once = self._now = 0
+        self._lock = threading.Lock()
+        self.url = ""
+
+    def serve(self, body: dict[str, Any], key: str) -> tuple[int, bytes]:
+        with self._lock:
+            self.requests.append(body)
+            self.keys.append(key)
+            self._now += 1
+            self.most_at_once = max(self.most_at_once, self._now)
+        time.sleep(self.delay)
+        try:
+            answer = self.answer(body)
+        finally:
+            with self._lock:
+                self._now -= 1
+        if isinstance(answer, bytes):
+            return 200, answer
+        if isinstance(answer, int):
+            return answer, json.dumps({"error": {"message": f"no, {key}", "type": "stub"}}).encode()
+        text, reason = answer if isinstance(answer, tuple) else (answer, "stop")
+        message = {"role": "assistant", "content": text}
+        completion = {
+            "id": "c",
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+            "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
+        }
+        return 200, json.dumps(completion).encode()
+
+
+@contextmanager
+def serving(answer: Answer, delay: float = 0.0) -> Iterator[Stub]:
+    stub = Stub(answer, delay)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            found = self.path == "/v1/chat/completions"
+            status, content = stub.serve(body, self.headers["Authorization"]) if found else (404, b"{}")
+            try:
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.send_header("Retry-After-Ms", "5")
+                self.end_headers()
+                self.wfile.write(content)
+            except (BrokenPipeError, ConnectionResetError):  # the client was killed
+                pass
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128
+        daemon_threads = True
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    stub.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    try:
+        yield stub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,230 @@
+"""The chat client against a local server: bounds, retries, typed failures, recording and replay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mia_serve.core import MiaError
+from mia_serve.llm import ChatClient, LlmFailed, Message, Reply, ReplyCache
+from tests.llm.server import Answer, serving
+
+
+def say(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def echo(body: dict[str, Any]) -> str:
+    return f"re: {body['messages'][-1]['content']}"
+
+
+def ask(url: str | None, *texts: str, max_tokens: int = 50, schema: Any = None, **options: Any) -> list[Reply]:
+    async def run() -> list[Reply]:
+        async with ChatClient(url, "m", **options) as client:
+            return await asyncio.gather(*(client.chat(say(text), schema, max_tokens) for text in texts))
+
+    return asyncio.run(run())
+
+
+def fail(answer: Answer, **options: Any) -> tuple[LlmFailed, int]:
+    """Return how a call failed, and how many requests it made."""
+    with serving(answer) as stub, pytest.raises(LlmFailed) as caught:
+        ask(stub.url, "hi", **({"max_retries": 1} | options))
+    return caught.value, len(stub.requests)
+
+
+def test_many_calls_are_under_way_but_no_more_than_allowed():
+    with serving(echo, delay=0.1) as stub:
+        replies = ask(stub.url, *map(str, range(20)), concurrency=5)
+    assert [reply.text for reply in replies] == [f"re: {i}" for i in range(20)]
+    assert stub.most_at_once == 5
+    assert replies[0].usage == (7, 3) and not replies[0].cached
+
+
+def test_the_request_is_the_protocols():
+    with serving(echo) as stub:
+        ask(stub.url, "hi", schema={"type": "object"}, api_key="sk-1", temperature=0.5, seed=3)
+    assert stub.keys == ["Bearer sk-1"]
+    assert stub.requests == [
+        {
+            "model": "m",
+            "messages": say("hi"),
+            "temperature": 0.5,
+            "seed": 3,
+            "max_tokens": 50,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "reply", "schema": {"type": "object"}},
+            },
+        }
+    ]
+
+
+def test_a_server_error_is_tried_again():
+    replies = iter([500, 429, "fine"])
+    with serving(lambda body: next(replies)) as stub:
+        (reply,) = ask(stub.url, "hi", max_retries=2)
+    assert reply.text == "fine" and len(stub.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "requests", "transient", "hopeless"),
+    [
+        (500, "http 500", 2, True, False),
+        (429, "http 429", 2, True, False),
+        (400, "http 400", 1, False, False),
+        (401, "http 401", 1, False, True),
+        (404, "http 404", 1, False, True),
+        (("", "stop"), "no content", 1, False, False),
+        ((None, "stop"), "no content", 1, False, False),
+        (("x", "content_filter"), "filtered", 1, False, False),
+        (b"<html>hello</html>", "bad response", 1, True, False),
+        (b'{"detail": "not a completion"}', "bad response", 1, True, False),
+        (b'{"choices": []}', "bad response", 1, True, False),
+    ],
+)
+def test_a_failure_has_its_reason(answer: Any, label: str, requests: int, transient: bool, hopeless: bool):
+    failure, made = fail(lambda body: answer)
+    assert (failure.label, made, failure.transient, failure.hopeless) == (label, requests, transient, hopeless)
+
+
+def test_no_server_is_unreachable_and_a_slow_one_times_out():
+    with serving(echo) as stub:
+        closed = stub.url
+    with pytest.raises(LlmFailed, match="cannot be reached") as caught:
+        ask(closed, "hi", max_retries=0)
+    assert caught.value.reason == "unreachable" and caught.value.hopeless
+    with serving(echo, delay=0.5) as stub, pytest.raises(LlmFailed, match="in time") as caught:
+        ask(stub.url, "hi", max_retries=0, timeout=0.1)
+    assert caught.value.reason == "timeout" and not caught.value.hopeless
+
+
+def test_SRV_24_a_reply_cut_off_is_asked_for_once_more_with_a_larger_limit_and_then_fails():
+    with serving(lambda body: ("whole", "stop") if body["max_tokens"] > 8 else ('{"a', "length")) as stub:
+        (reply,) = ask(stub.url, "hi", max_tokens=8)
+    assert reply.text == "whole" and [r["max_tokens"] for r in stub.requests] == [8, 32]
+    failure, made = fail(lambda body: (" " * 9, "length"), max_tokens=8)
+    assert failure.reason == "truncated" and made == 2 and "32 tokens" in str(failure)
+
+
+@pytest.mark.parametrize("url", [None, "", "localhost:8000/v1", "file:///etc"])
+def test_what_is_no_address_is_told_at_once(url: str | None):
+    with pytest.raises(MiaError, match="http://localhost:8000/v1"):
+        ChatClient(url, "m")
+
+
+def test_EVL_16_recorded_replies_need_no_server(tmp_path: Path):
+    file = tmp_path / "c.jsonl"
+    with serving(echo) as stub:
+        first = ask(stub.url, "one", "two", cache=ReplyCache(file))
+        again = ask(stub.url, "one", "three", cache=ReplyCache(file))
+    assert len(stub.requests) == 3
+    assert [reply.cached for reply in (*first, *again)] == [False, False, True, False]
+    replayed = ask(None, "three", "two", "one", cache=ReplyCache(file, "replay"))
+    assert [reply.text for reply in replayed] == ["re: three", "re: two", "re: one"]
+    assert replayed[0].usage == (7, 3)
+    entry = json.loads(file.read_text().splitlines()[0])
+    assert entry["model"] == "m" and entry["seed"] == 0 and len(entry["key"]) == 64
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"temperature": 0.1}, {"max_tokens": 51}, {"schema": {"type": "null"}}]
+)
+def test_EVL_16_a_reply_is_that_of_its_settings(tmp_path: Path, change: dict[str, Any]):
+    file = tmp_path / "c.jsonl"
+    with serving(echo) as stub:
+        ask(stub.url, "one", cache=ReplyCache(file))
+    with pytest.raises(LlmFailed, match=r"'m' for call [0-9a-f]{16}") as caught:
+        ask(None, "one", cache=ReplyCache(file, "replay"), **change)
+    assert caught.value.reason == "not recorded"
+
+
+def test_replay_shows_the_failures_too_and_recording_makes_the_call_again(tmp_path: Path):
+    file = tmp_path / "c.jsonl"
+    with serving(lambda body: 400) as stub, pytest.raises(LlmFailed):
+        ask(stub.url, "one", cache=ReplyCache(file))
+    with pytest.raises(LlmFailed) as caught:
+        ask(None, "one", cache=ReplyCache(file, "replay"))
+    assert caught.value.label == "http 400"
+    with serving(echo) as stub:
+        assert ask(stub.url, "one", cache=ReplyCache(file))[0].text == "re: one"
+    assert ask(None, "one", cache=ReplyCache(file, "replay"))[0].text == "re: one"
+
+
+def test_equal_calls_at_the_same_time_are_one_request(tmp_path: Path):
+    with serving(echo, delay=0.1) as stub:
+        replies = ask(stub.url, *["same"] * 8, cache=ReplyCache(tmp_path / "c.jsonl"))
+    assert len(stub.requests) == 1 and {reply.text for reply in replies} == {"re: same"}
+    assert sum(reply.cached for reply in replies) == 7
+
+
+def test_cache_off_neither_reads_nor_writes(tmp_path: Path):
+    with serving(echo) as stub:
+        ask(stub.url, "one", cache=ReplyCache(tmp_path / "c.jsonl", "off"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_half_written_line_is_ignored_and_does_not_spoil_the_next(tmp_path: Path):
+    file = tmp_path / "c.jsonl"
+    with serving(echo) as stub:
+        ask(stub.url, "one", "zwei 潮", cache=ReplyCache(file))
+        whole = file.read_bytes()
+        last = whole.rindex(b"\n", 0, -1) + 1
+        for cut in (last + 5, len(whole) - 2, whole.index("潮".encode()) + 1):
+            file.write_bytes(whole[:cut])
+            texts = [r.text for r in ask(stub.url, "one", "zwei 潮", "new", cache=ReplyCache(file))]
+            assert texts == ["re: one", "re: zwei 潮", "re: new"]
+            replayed = ask(None, "one", "zwei 潮", "new", cache=ReplyCache(file, "replay"))
+            assert [r.text for r in replayed] == texts
+
+
+def test_another_file_is_not_taken_for_a_cache(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"query_id": "q1"}\n')
+    with pytest.raises(MiaError, match="other records"):
+        ReplyCache(rows)
+    with pytest.raises(FileNotFoundError, match="record them first"):
+        ReplyCache(tmp_path / "none.jsonl", "replay")
+
+
+def test_the_key_comes_from_the_environment_and_is_written_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+):
+    caplog.set_level(0)
+    file = tmp_path / "c.jsonl"
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-open")
+    monkeypatch.setenv("MIA_LLM_KEY", "sk-very-secret")
+    answers = iter(["fine", 400])  # the stub's error message repeats the key
+    with serving(lambda body: next(answers)) as stub:
+        ask(stub.url, "hi", cache=ReplyCache(file))
+        with pytest.raises(LlmFailed) as caught:
+            ask(stub.url, "ho", cache=ReplyCache(file))
+    assert stub.keys == ["Bearer sk-very-secret"] * 2
+    assert "no, Bearer ***" in str(caught.value)
+    seen = file.read_text() + str(caught.value) + caplog.text + "".join(capfd.readouterr())
+    assert "very-secret" not in seen and '"failed"' in seen
+
+
+def test_the_floor_is_light_and_knows_no_other():
+    code = (
+        "import sys, mia_serve.core, mia_serve.core.encoder\n"
+        "assert not [m for m in sys.modules if m.startswith(('mia_serve.llm', 'openai'))]\n"
+        "import mia_serve.llm\nassert 'openai' not in sys.modules and 'mia_serve.llm.client' not in sys.modules\n"
+        "for name in mia_serve.llm.__all__: getattr(mia_serve.llm, name)\n"
+        "floors = {m.split('.')[1] for m in sys.modules if m.startswith('mia_serve.')}\n"
+        "assert floors == {'core', 'llm'} and 'openai' not in sys.modules, floors"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], env=os.environ)
+
+
+def test_without_the_openai_package_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(MiaError, match=r"pip install 'mia-retrieval\[llm\]'"):
+        ChatClient("http://localhost:1/v1", "m")
