@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Build and inspect mindscapes: chunks, sessions and their summaries.", no_args_is_help=True)
 
 
+class Summaries(StrEnum):
+    """How the windows of books are summarised without a language model."""
+
+    extractive = "extractive"
+    keywords = "keywords"
+
+
 @app.command("build")
 def build(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Folder to write.")],
@@ -41,6 +49,9 @@ def build(
         typer.Option("--chunk-tokens", min=8, help="Most tokens in a chunk of a book; 200, or what the encoder takes."),
     ] = None,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens that neighbouring chunks share.")] = 0,
+    summaries: Annotated[
+        Summaries, typer.Option(help="Of books: sentences to read, or the title, names and words that tell apart.")
+    ] = Summaries.extractive,
     device: DeviceOption = "auto",
     json_to: JsonOption = None,
 ) -> None:
@@ -64,7 +75,7 @@ def build(
         mindscape = _from_benchmark(data.value, split)
     else:
         say(f"cutting {len(files)} books")
-        mindscape = _from_books(files, model, encoder, window, size, overlap)
+        mindscape = _from_books(files, model, encoder, window, size, overlap, summaries)
     mindscape.save(out, vectors=embed_mindscape(mindscape, model))
     # A folder is named in full: the mindscape may be used from elsewhere. Hub ids and package: names stay.
     name = str(Path(encoder).resolve()) if Path(encoder).is_dir() else encoder
@@ -119,9 +130,15 @@ def _from_benchmark(name: str, split: str | None) -> Mindscape:
 
 
 def _from_books(
-    files: list[Path], encoder: Encoder, name: str, window: int, chunk_tokens: int, overlap: int
+    files: list[Path],
+    encoder: Encoder,
+    name: str,
+    window: int,
+    chunk_tokens: int,
+    overlap: int,
+    summaries: Summaries,
 ) -> Mindscape:
-    from mia_serve.mindscape import Book, Mindscape, chunk_text, extractive_summaries
+    from mia_serve.mindscape import Book, Mindscape, chunk_text, extractive_summaries, keyword_summaries
 
     books = []
     for file in files:
@@ -132,7 +149,9 @@ def _from_books(
         if not text.strip():
             raise ValueError(f"{file} is empty; remove it or give its text")
         pieces = chunk_text(text, encoder.tokenizer, chunk_tokens, overlap)
-        books.append(Book(file.stem, tuple(piece.text for piece in pieces), title=file.stem.replace("_", " ")))
+        books.append(Book(file.stem, tuple(piece.text for piece in pieces), title=file.stem.replace("_", " ").replace("-", " ")))
+    if summaries is Summaries.keywords:
+        return Mindscape.from_books(books, window, summarise=keyword_summaries, summarizer="keywords")
     return Mindscape.from_books(
         books,
         window,
