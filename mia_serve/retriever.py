@@ -17,15 +17,25 @@ from mia_serve.core.errors import MiaError
 from mia_serve.index import Hits, SessionIndex
 from mia_serve.index.flat import full_float32
 from mia_serve.index.session_index import check_count
-from mia_serve.signature import DEFAULT_WEIGHTS, Signature, first_k, select_signature, session_prior, unique_in_order
+from mia_serve.mindscape.extractive import book_summaries
+from mia_serve.signature import (
+    DEFAULT_WEIGHTS,
+    Given,
+    Signature,
+    biased_rows,
+    first_k,
+    given_signatures,
+    select_sessions,
+    session_prior,
+    unique_in_order,
+)
 from mia_serve.signature.objective import check_weights
 
 if TYPE_CHECKING:
     from mia_serve.core import Encoder
-    from mia_serve.mindscape import Mindscape
+    from mia_serve.mindscape import Mindscape, Session
 
-Mode = Literal["coverage", "first_k", "none"]
-Given = Sequence[Signature] | Sequence[Sequence[str] | str | None]
+Mode = Literal["coverage", "first_k", "global_summary", "none"]
 
 COVER_TEMPERATURE = 0.05
 """Chunks weigh softmax(E1 score / 0.05) in the coverage term: a lead of 0.05 in cosine weighs e times as much."""
@@ -120,17 +130,17 @@ class Retriever:
                 raise MiaError(f"{setting}={value!r}: allowed are {', '.join(map(repr, allowed))}")
         if alpha is not None and not 0 <= alpha <= 1:
             raise MiaError(f"alpha={alpha}: allowed are 0 (query alone) to 1 (signature view alone)")
-        if not 0 <= prior < math.inf:
-            raise MiaError(f"prior={prior}: allowed are 0 (none) and more; 0.1 is a good start")
         self.e1, self.e2, self.selector = e1, e2, selector if selector is not None else e1
         self.k0, self.k_sum, self.alpha, self.candidates = k0, k_sum, alpha, candidates
         self.weights, self.cover, self.cover_weight = check_weights(weights), cover, cover_weight
-        self.mindscape, self.prior, self.order, self.backend = mindscape, prior, order, backend
+        self.mindscape, self.prior, self.order, self.backend = mindscape, _checked_prior(prior), order, backend
         self.device = resolve_device("cpu" if backend == "faiss" and device == "auto" else device)
         self.vectors = vectors if vectors is not None else {}
         # A spec hash reads the weights, so it is taken once for each encoder.
         self._hashes = {id(e): e.spec_hash for e in (self.e1, self.e2, self.selector) if e is not None}
         self._indexes: dict[str, SessionIndex] = {}
+        self._asked: dict[str, tuple[list[str], np.ndarray]] = {}  # the last queries an encoder was asked for
+        self._books: dict[str, Signature] = {}  # global summaries made so far
         for encoder in (e for e in (self.e1, self.e2, self.selector) if e is not None):
             self._check_vectors(encoder, self._hashes[id(encoder)], len(mindscape.chunks), "chunks")
             self._check_vectors(encoder, f"{self._hashes[id(encoder)]}/sessions", len(mindscape.sessions), "sessions")
@@ -141,16 +151,19 @@ class Retriever:
         k: int = 10,
         signature: Mode | Given | None = None,
         encoder: str | None = None,
+        prior: float | None = None,
     ) -> Results:
         """Find the k best chunks for each query.
 
         Args:
             queries: Non-empty strings.
             k: Chunks for each query; fewer come back where the mindscape (or K₀) holds fewer.
-            signature: "coverage" (greedy on the three-term objective), "first_k", "none", or one given signature a
-                query (Signature, list of texts, one text, or None). None: "coverage" for E2, "none" for E1.
+            signature: "coverage" (greedy on the three-term objective), "first_k", "global_summary" (the summary of the
+                whole book in which E1's best chunk lies), "none", or one given signature a query (Signature, list of
+                texts, one text, or None). None: "coverage" for E2, "none" for E1.
             encoder: "e1" or "e2", which makes the query vectors and searches its own chunk vectors. None: E2 where
                 there is one.
+            prior: β of this search; the retriever's own where None.
 
         Returns:
             Hits and the signatures used.
@@ -160,26 +173,31 @@ class Retriever:
                 the query alone, is given some without a prior.
         """
         check_count(k, "k")
+        prior = self.prior if prior is None else _checked_prior(prior)
         texts = _check_queries(queries)
         name, chosen = self._encoder(encoder)
         mode = signature if signature is not None else ("none" if name == "e1" else "coverage")
         first: Hits | None = None
         signatures: list[Signature] | None = None
         if not isinstance(mode, str):
-            signatures = _given(mode, len(texts))
+            signatures = given_signatures(mode, len(texts))
         elif mode != "none":
             _check_mode(mode)
             first = self._first_search(texts)
             signatures = self._signatures(texts, first, mode)
-        if name == "e1" and signatures is not None and not self.prior:
+        if name == "e1" and signatures is not None and not prior:
             raise MiaError("E1 reads the query alone: give an e2 for the signature, or prior > 0 to weigh its sessions")
         # E1 is the query-only encoder: a signature reaches it as a prior only.
         shown = [list(s.texts) for s in signatures] if signatures is not None and name == "e2" else None
-        vectors = chosen.encode_queries(texts, shown, alpha=self.alpha)
+        vectors = chosen.encode_queries(texts, shown, alpha=self.alpha) if shown else self._queries(chosen, texts)
         index = self._index(chosen)
-        if self.prior > 0 and signatures is not None:
+        if prior > 0 and signatures is not None:
             first = first if first is not None else self._first_search(texts)
-            rows, bias = self._biased_rows(texts, signatures, first, index.search(vectors, k))
+            sessions = self._session_rows(signatures)
+            added = prior * self._prior_weights(texts, sessions, first).astype(np.float64)
+            everywhere = self.candidates == "all"
+            best = index.search(vectors, k).rows if everywhere else first.rows
+            rows, bias = biased_rows(self.mindscape.session_of, sessions, added, best, closed=not everywhere)
             return Results(index.search_within(vectors, rows, k, bias), signatures)
         if self.candidates == "all":
             return Results(index.search(vectors, k), signatures)
@@ -191,7 +209,7 @@ class Retriever:
 
         Args:
             queries: Non-empty strings.
-            mode: "coverage" or "first_k".
+            mode: "coverage", "first_k" or "global_summary" (the book is that of E1's best chunk).
 
         Raises:
             MiaError: If a query is empty or the mode is unknown.
@@ -199,6 +217,29 @@ class Retriever:
         _check_mode(mode)
         texts = _check_queries(queries)
         return self._signatures(texts, self._first_search(texts), mode)
+
+    def book_signatures(self, books: Sequence[str]) -> list[Signature]:
+        """Return the global summary of each book, made by `book_summaries` with the selector on first use.
+
+        Args:
+            books: Book ids of the mindscape.
+
+        Raises:
+            MiaError: If the mindscape has no such book.
+        """
+        asked = [book for book in dict.fromkeys(books) if book not in self._books]
+        if asked:
+            of_book: dict[str, list[Session]] = {}
+            for session in self.mindscape.sessions:
+                of_book.setdefault(session.book_id, []).append(session)
+            unknown = next((book for book in asked if book not in of_book), None)
+            if unknown is not None:
+                raise MiaError(f"the mindscape has no book {unknown!r}: give the book_id of a chunk")
+            parts = [[session.summary for session in of_book[book]] for book in asked]
+            texts = book_summaries(parts, [of_book[book][0].title for book in asked], self.selector)
+            for book, text in zip(asked, texts, strict=True):
+                self._books[book] = Signature(tuple(s.id for s in of_book[book]), (text,), mode="global_summary")
+        return [self._books[book] for book in books]
 
     def pools(self, queries: Sequence[str]) -> list[Pool]:
         """Find the pool of each query: the sessions of its K₀ best chunks under E1.
@@ -228,10 +269,20 @@ class Retriever:
         return self.vectors[key]
 
     def _first_search(self, queries: list[str]) -> Hits:
-        vectors = self.e1.encode_queries(queries)  # first: a query that is refused costs no encoding of chunks
+        vectors = self._queries(self.e1, queries)  # first: a query that is refused costs no encoding of chunks
         return self._index(self.e1).search(vectors, self.k0)
 
+    def _queries(self, encoder: Encoder, queries: list[str]) -> np.ndarray:
+        """Return the vectors of the queries alone; asked for the same ones again, it does not encode them again."""
+        key = self._hash(encoder)
+        asked = self._asked.get(key)
+        if asked is None or asked[0] != queries:
+            asked = self._asked[key] = (queries, encoder.encode_queries(queries))
+        return asked[1]
+
     def _signatures(self, queries: list[str], first: Hits, mode: str) -> list[Signature]:
+        if mode == "global_summary":
+            return self.book_signatures([self.mindscape.chunks[row].book_id for row in first.rows[:, 0].tolist()])
         sessions = torch.from_numpy(self.mindscape.session_of[first.rows])  # (n, K₀)
         if mode == "first_k":
             return [self._record([i for i in row if i >= 0], mode) for row in first_k(sessions, self.k_sum).tolist()]
@@ -241,84 +292,39 @@ class Retriever:
         weights = torch.from_numpy(first.scores).to(self.device).div(COVER_TEMPERATURE).softmax(dim=1)
         if self.cover_weight == "uniform":
             weights = torch.ones_like(weights)
-        vectors = torch.from_numpy(self.selector.encode_queries(queries)).to(self.device)
+        vectors = self._tensor(self._queries(self.selector, queries))
         chunks = self._tensor(self.chunk_vectors(self.selector))
         summaries = self._tensor(self.session_vectors(self.selector))
         per_query = rows.shape[1] * pools.shape[1] + (rows.shape[1] + pools.shape[1]) * vectors.shape[1]
         records: list[Signature] = []
         for part in torch.arange(len(queries), device=self.device).split(max(1, _ELEMENTS // per_query)):
-            records += self._select(
-                vectors[part], chunks[rows[part]], summaries, pools[part], sessions[part], weights[part]
-            )
+            with full_float32(self.device):
+                found = select_sessions(
+                    vectors[part],
+                    chunks[rows[part]],
+                    summaries,
+                    pools[part],
+                    sessions[part],
+                    weights[part],
+                    k=self.k_sum,
+                    weights=self.weights,
+                    cover=self.cover,
+                )
+            columns = (found.indices.tolist(), found.gains.tolist(), found.terms.tolist(), found.value.tolist())
+            for chosen, gains, terms, value in zip(*columns, strict=True):
+                size = sum(session >= 0 for session in chosen)
+                named = dict(zip(("relevance", "coverage", "diversity"), terms, strict=True)) | {"value": value}
+                records.append(self._record(chosen[:size], "coverage", gains[:size], named))
         return records
 
-    def _select(
-        self,
-        queries: torch.Tensor,  # (B, d)
-        chunks: torch.Tensor,  # (B, C, d)
-        summaries: torch.Tensor,  # (S, d)
-        pools: torch.Tensor,  # (B, H) rows of summaries, -1 padded
-        sessions: torch.Tensor,  # (B, C) session of each chunk
-        weights: torch.Tensor,  # (B, C)
-    ) -> list[Signature]:
-        """Choose the signatures of B queries."""
-        mask = pools >= 0
-        units = summaries[pools.clamp(min=0)]
-        with full_float32(self.device):
-            columns = units.transpose(1, 2)
-            query_sim = torch.bmm(queries[:, None, :], columns)[:, 0]
-            cover_sim = torch.bmm(chunks, columns)
-            if self.cover == "member":
-                cover_sim = cover_sim.masked_fill_(sessions[:, :, None] == pools[:, None, :], 1.0)
-            found = select_signature(
-                query_sim,
-                cover_sim,
-                torch.bmm(units, columns),
-                self.k_sum,
-                self.weights,
-                mask,
-                cover_weight=weights,
-            )
-            picked = torch.where(found.indices >= 0, pools.gather(1, found.indices.clamp(min=0)), -1)
-        records = []
-        for chosen, gains, terms, value in zip(
-            picked.tolist(), found.gains.tolist(), found.terms.tolist(), found.value.tolist(), strict=True
-        ):
-            size = sum(session >= 0 for session in chosen)
-            named = dict(zip(("relevance", "coverage", "diversity"), terms, strict=True)) | {"value": value}
-            records.append(self._record(chosen[:size], "coverage", gains[:size], named))
-        return records
-
-    def _biased_rows(
-        self, queries: list[str], signatures: list[Signature], first: Hits, best: Hits
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows (n, f) among which the best chunks under the prior are, -1 padded, and their bias.
-
-        A chunk outside the signature's sessions that is not among the k best without the prior is not with it either.
-        """
+    def _session_rows(self, signatures: list[Signature]) -> np.ndarray:
+        """Return the rows of the signatures' sessions, (n, K), -1 for padding and for sessions from elsewhere."""
         row_of = {session.id: row for row, session in enumerate(self.mindscape.sessions)}
         width = max((len(s.session_ids) for s in signatures), default=0)
-        sessions = np.full((len(queries), width), -1, np.int64)
+        sessions = np.full((len(signatures), width), -1, np.int64)
         for i, signature in enumerate(signatures):
             sessions[i, : len(signature.session_ids)] = [row_of.get(s, -1) for s in signature.session_ids]
-        weights = self._prior_weights(queries, sessions, first)
-        outside = best.rows if self.candidates == "all" else first.rows
-        of_rows = self.mindscape.session_of[outside]
-        inside = [np.flatnonzero(np.isin(self.mindscape.session_of, row[row >= 0])) for row in sessions]
-        if self.candidates != "all":
-            inside = [np.intersect1d(rows, first.rows[i]) for i, rows in enumerate(inside)]
-        size = max((len(rows) for rows in inside), default=0)
-        rows = np.full((len(queries), outside.shape[1] + size), -1, np.int64)
-        bias = np.zeros(rows.shape, np.float64)
-        for i, own in enumerate(inside):
-            keep = (outside[i] >= 0) & ~np.isin(of_rows[i], sessions[i])
-            rows[i, : outside.shape[1]] = np.where(keep, outside[i], -1)
-            rows[i, outside.shape[1] : outside.shape[1] + len(own)] = own
-            weight_of = dict(zip(sessions[i].tolist(), weights[i].tolist(), strict=True))
-            bias[i, outside.shape[1] : outside.shape[1] + len(own)] = [
-                self.prior * weight_of[s] for s in self.mindscape.session_of[own].tolist()
-            ]
-        return rows, bias
+        return sessions
 
     def _prior_weights(self, queries: list[str], sessions: np.ndarray, first: Hits) -> np.ndarray:
         """Return `session_prior` of the sessions (n, K), -1 padded, of each query."""
@@ -326,7 +332,7 @@ class Retriever:
         same = self.mindscape.session_of[first.rows][:, None, :] == sessions[:, :, None]  # (n, K, K₀)
         activation = (same * shares[:, None, :]).sum(axis=2)
         vectors = self.session_vectors(self.selector)[sessions.clip(min=0)]
-        relevance = np.einsum("nd,nkd->nk", self.selector.encode_queries(queries), vectors)
+        relevance = np.einsum("nd,nkd->nk", self._queries(self.selector, queries), vectors)
         mask = torch.from_numpy(sessions >= 0)
         return session_prior(torch.from_numpy(activation), torch.from_numpy(relevance), mask).numpy()
 
@@ -371,9 +377,15 @@ class Retriever:
             raise MiaError(f"vectors[{key!r}] {given.shape}: the mindscape's {what} need ({rows}, {encoder.dim})")
 
 
+def _checked_prior(prior: float) -> float:
+    if not 0 <= prior < math.inf:
+        raise MiaError(f"prior={prior}: allowed are 0 (none) and more; 0.1 is a good start")
+    return prior
+
+
 def _check_mode(mode: str) -> None:
-    if mode not in ("coverage", "first_k"):
-        raise MiaError(f"signature mode {mode!r}: allowed are 'coverage', 'first_k' (and 'none' in search)")
+    if mode not in ("coverage", "first_k", "global_summary"):
+        raise MiaError(f"signature mode {mode!r}: allowed are 'coverage', 'first_k', 'global_summary' (search: 'none')")
 
 
 def _check_queries(queries: Sequence[str]) -> list[str]:
@@ -386,15 +398,3 @@ def _check_queries(queries: Sequence[str]) -> list[str]:
         if not isinstance(text, str) or not text.strip():
             raise MiaError(f"query {position} is {text!r}: give a non-empty string")
     return texts
-
-
-def _given(signatures: Given, n_queries: int) -> list[Signature]:
-    if len(signatures) != n_queries:
-        raise MiaError(f"{len(signatures)} signatures for {n_queries} queries: give one a query (None or [] for none)")
-    records = []
-    for position, item in enumerate(signatures):
-        record = item if isinstance(item, Signature) else Signature.from_texts(item)
-        if not all(isinstance(text, str) for text in record.texts):
-            raise MiaError(f"signature {position} holds something that is not a text: give a Signature or list of str")
-        records.append(record)
-    return records

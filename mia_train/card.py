@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mia_train.config import METRICS, Recipe
 
+PEFT_NOTE = " (install peft: the folder holds adapters)"
 _HEADINGS = {"r@3": "R@3", "r@5": "R@5", "r@10": "R@10", "hit@1": "Hit@1", "mrr": "MRR", "ndcg@10": "nDCG@10"}
 
 
@@ -119,7 +120,7 @@ def _usage(facts: CardFacts) -> str:
         "```",
     ]
     without = "The same vectors" if not signature else "Documents and plain queries (no signature)"
-    peft = "" if facts.merged else " (install peft: the folder holds adapters)"
+    peft = "" if facts.merged else PEFT_NOTE
     code += [
         "",
         f"{without} from sentence-transformers{peft}:",
@@ -173,7 +174,7 @@ def _training(facts: CardFacts) -> dict[str, list[str]]:
     if recipe.data.view == "signature":
         chooser = _short(recipe.data.signature_encoder or recipe.model.base)
         values["signature"] = (
-            f"{recipe.data.signature_mode}, at most {recipe.data.k_sum}, chosen by `{chooser}` for benchmark rows; "
+            f"{recipe.data.signature_mode}, at most {recipe.data.k_sum}, chosen by `{chooser}` for rows without one; "
             f"gold {recipe.data.signature_gold:g}, dropout {recipe.data.signature_dropout:g}, "
             f"noise {recipe.data.signature_noise:g}"
         )

@@ -168,7 +168,14 @@ def recipe_warnings(recipe: Recipe | GeneratorRecipe) -> list[str]:
             "raise batch_size for more negatives (training.mini_batch_tokens keeps its memory small)"
         )
     if data.view == "query":
-        unused = data.model_fields_set & {"signature_encoder", "signature_dropout", "signature_noise", "signature_mode"}
+        unused = data.model_fields_set & {
+            "mindscape",
+            "signature_encoder",
+            "signature_dropout",
+            "signature_gold",
+            "signature_noise",
+            "signature_mode",
+        }
         notes += [f"data.{key}: has no effect with data.view: query" for key in sorted(unused)]
     if data.eval is None:
         unused = training.model_fields_set & {"metric", "eval_steps"}

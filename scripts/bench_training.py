@@ -44,7 +44,7 @@ CONFIG = LossConfig(negatives="in_batch", temperature=1 / SCALE)
 
 
 def tiny_encoder(folder: Path) -> Path:
-    """Save a random BERT of 3 layers x 128 with MiniLM's vocabulary and no dropout, in sentence-transformers' layout."""
+    """Save a random BERT of 3 layers x 128 with MiniLM's vocabulary and no dropout, for sentence-transformers."""
     from transformers import AutoTokenizer, BertConfig, BertModel
 
     from mia_serve.core.load import resolve_folder

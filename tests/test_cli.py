@@ -222,6 +222,8 @@ def test_signature_command(run: Run, mindscape: Path, tiny_bert: Path) -> None:
     arguments = ("--mindscape", mindscape, "--query", "Why was the lamp unlit?", "--encoder", tiny_bert)
     first = run("signature", *arguments, "--mode", "first_k", "--json", "-")
     assert json.loads(first.out)["signature"]["session_ids"] == json.loads(first.out)["pool"][:5]
+    book = run("signature", *arguments, "--mode", "global_summary")
+    assert book.code == 0 and book.out.startswith("global_summary: a book of ")
 
 
 def test_search_command(run: Run, mindscape: Path, tiny_bert: Path) -> None:
@@ -231,8 +233,23 @@ def test_search_command(run: Run, mindscape: Path, tiny_bert: Path) -> None:
     assert [hit["score"] for hit in alone["hits"]] == sorted((hit["score"] for hit in alone["hits"]), reverse=True)
     paired = json.loads(run(*arguments, "--encoder", tiny_bert).out)
     assert paired["e2"] is not None and paired["signature"]["mode"] == "coverage"
+    book = json.loads(run(*arguments, "--encoder", tiny_bert, "--signature", "global_summary").out)["signature"]
+    assert book["mode"] == "global_summary" and len(book["texts"]) == 1 < len(book["session_ids"])
     given_none = json.loads(run(*arguments, "--encoder", tiny_bert, "--signature", "none").out)
     assert [hit["id"] for hit in given_none["hits"]] == [hit["id"] for hit in alone["hits"]]
+
+
+def test_an_e2_of_global_summaries_is_searched_and_measured_with_them(
+    run: Run, mindscape: Path, tiny_bert: Path, tmp_path: Path
+) -> None:
+    e2 = tmp_path / "e2"
+    shutil.copytree(tiny_bert, e2)
+    (e2 / RUN_FILE).write_text(json.dumps({"base": str(tiny_bert), "e1": ".", "signature_mode": "global_summary"}))
+    command = ("search", "--mindscape", mindscape, "--query", "Which quay?", "--encoder", e2, "--json", "-")
+    assert json.loads(run(*command).out)["signature"]["mode"] == "global_summary"
+    assert json.loads(run(*command, "--signature", "coverage").out)["signature"]["mode"] == "coverage"
+    measured = run("eval", "retrieval", "--series", "--limit", 4, "--n-boot", 20, "--encoder", e2, "--json", "-")
+    assert "global_summary" in [row["key"] for row in json.loads(measured.out)["rows"]]
 
 
 def test_stored_vectors_are_used_and_checked(
@@ -283,7 +300,10 @@ def test_run_defaults_of_a_checkpoint(tmp_path: Path) -> None:
     assert found.e1 is not None and Path(found.e1).resolve() == tmp_path / "e1"
     (checkpoint / RUN_FILE).write_text(json.dumps({"base": "org/model", "e1": None}))
     assert run_defaults(str(checkpoint)) == RunDefaults("org/model", None)
+    (checkpoint / RUN_FILE).write_text(json.dumps({"base": "org/model", "signature_mode": "global_summary"}))
+    assert run_defaults(str(checkpoint)).signature_mode == "global_summary"
     wrong = {"{": "not valid JSON", '{"e2": "x"}': "unknown key 'e2'", '{"e1": 3}': "3 is no encoder"}
+    wrong['{"signature_mode": "all"}'] = "signature_mode is 'all'; it must be one of coverage, first_k, global_summary"
     for text, message in wrong.items():
         (checkpoint / RUN_FILE).write_text(text)
         with pytest.raises(ValueError, match=message):

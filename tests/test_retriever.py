@@ -132,6 +132,34 @@ def test_first_k_signatures(mindscape: Mindscape) -> None:
         assert signature.gains == () and signature.terms is None and signature.mode == "first_k"
 
 
+def test_global_summary_is_that_of_the_book_of_the_best_chunk(mindscape: Mindscape) -> None:
+    from mia_serve.mindscape import book_summaries
+
+    e1, e2 = WordEncoder(), WordEncoder("two")
+    retriever = Retriever(mindscape, e1, e2, k0=4)
+    results = retriever.search(QUERIES, 5, "global_summary")
+    assert results.signatures == retriever.signatures(QUERIES, "global_summary")
+    for query, signature in zip(QUERIES, results.signatures or [], strict=True):
+        book = mindscape.chunks[naive_pool(mindscape, e1, query, 1)[0][0]].book_id
+        sessions = [session for session in mindscape.sessions if session.book_id == book]
+        assert signature.session_ids == tuple(session.id for session in sessions)
+        assert list(signature.texts) == book_summaries([[s.summary for s in sessions]], [""], e1)
+        assert signature.mode == "global_summary"
+    assert e2.last_signatures == [list(s.texts) for s in results.signatures or []]
+    assert retriever.book_signatures(["hill", "sea", "hill"])[0].session_ids == ("hill:w0", "hill:w1")
+    with pytest.raises(ValueError, match="has no book 'moon'"):
+        retriever.book_signatures(["moon"])
+
+
+def test_a_book_is_summed_up_once(mindscape: Mindscape) -> None:
+    e1 = WordEncoder()
+    retriever = Retriever(mindscape, e1, k0=4)
+    retriever.signatures(QUERIES, "global_summary")
+    before = len(e1.documents)
+    retriever.signatures(list(reversed(QUERIES)), "global_summary")
+    assert len(e1.documents) == before
+
+
 def test_batch_equals_single(mindscape: Mindscape) -> None:
     retriever = Retriever(mindscape, WordEncoder("one"), WordEncoder("two"), k0=5, k_sum=3)
     together = retriever.search(QUERIES, 4)
@@ -220,6 +248,30 @@ def test_queries_are_encoded_in_one_call(mindscape: Mindscape) -> None:
     e1, e2, selector = WordEncoder("one"), WordEncoder("two"), WordEncoder("three")
     Retriever(mindscape, e1, e2, selector).search(QUERIES)
     assert (e1.query_calls, e2.query_calls, selector.query_calls) == (1, 1, 1)
+
+
+def test_the_same_queries_are_encoded_once(mindscape: Mindscape) -> None:
+    e1, e2 = WordEncoder("one"), WordEncoder("two")
+    retriever = Retriever(mindscape, e1, e2)
+    retriever.pools(QUERIES)
+    signatures = retriever.signatures(QUERIES)
+    retriever.search(QUERIES, encoder="e1", signature=signatures, prior=0.1)
+    assert e1.query_calls == 1
+    retriever.pools(QUERIES[:2])
+    assert e1.query_calls == 2
+    assert retriever.pools(QUERIES)[3].rows.tolist() == naive_pool(mindscape, e1, QUERIES[3], 50)[0]
+
+
+def test_prior_of_one_search_is_that_of_a_retriever_with_it(mindscape: Mindscape) -> None:
+    e1 = WordEncoder()
+    plain, weighted = Retriever(mindscape, e1, k0=5), Retriever(mindscape, e1, k0=5, prior=0.3)
+    expected = weighted.search(QUERIES, 4, "coverage")
+    found = plain.search(QUERIES, 4, "coverage", prior=0.3)
+    assert found.hits.ids == expected.hits.ids
+    np.testing.assert_array_equal(found.hits.scores, expected.hits.scores)
+    assert weighted.search(QUERIES, 4, prior=0.0).hits.ids == plain.search(QUERIES, 4).hits.ids
+    with pytest.raises(ValueError, match="prior=-1"):
+        plain.search(QUERIES, 4, "coverage", prior=-1)
 
 
 def test_precomputed_vectors_are_used_and_shared(mindscape: Mindscape) -> None:

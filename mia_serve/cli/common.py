@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from mia_serve.core.errors import MiaError
+
 if TYPE_CHECKING:
     from mia_serve.core import Encoder
 
@@ -65,6 +67,7 @@ class Mode(StrEnum):
 
     coverage = "coverage"
     first_k = "first_k"
+    global_summary = "global_summary"
 
 
 JsonOption = Annotated[
@@ -94,6 +97,7 @@ class RunDefaults(NamedTuple):
     base: str | None = None
     e1: str | None = None
     k_sum: int = K_SUM
+    signature_mode: str = Mode.coverage.value
 
 
 def write_file(path: str | Path, text: str) -> None:
@@ -137,7 +141,7 @@ def check_output(path: str | Path | None, what: str, *, overwrite: bool = True) 
     """Refuse an output path that could not be written, before any work is done.
 
     Raises:
-        ValueError: It is a folder where a file is meant, or exists and must not be replaced.
+        MiaError: It is a folder where a file is meant, or exists and must not be replaced.
         FileNotFoundError: Its folder does not exist.
     """
     if path is None or path == "-":
@@ -146,9 +150,9 @@ def check_output(path: str | Path | None, what: str, *, overwrite: bool = True) 
     if not target.absolute().parent.is_dir():
         raise FileNotFoundError(f"{what} {str(path)!r}: its folder does not exist; create it first")
     if overwrite and target.is_dir():
-        raise ValueError(f"{what} {str(path)!r} is a folder; give a file")
+        raise MiaError(f"{what} {str(path)!r} is a folder; give a file")
     if not overwrite and target.exists():
-        raise ValueError(f"{what} {str(path)!r} exists; give a new path or remove it first")
+        raise MiaError(f"{what} {str(path)!r} exists; give a new path or remove it first")
 
 
 def check_query(text: str) -> None:
@@ -195,7 +199,7 @@ def load_encoder(name: str, device: str, cache: dict[str, Encoder] | None = None
 
 
 def run_defaults(checkpoint: str | None) -> RunDefaults:
-    """Read what a checkpoint's ``mia_run.json`` says of the run: base, E1, sessions in a signature.
+    """Read what a checkpoint's ``mia_run.json`` says of the run: base, E1, kind of signature, sessions in one.
 
     Where the file is missing, the base is that of the encoder's spec.
 
@@ -213,13 +217,18 @@ def run_defaults(checkpoint: str | None) -> RunDefaults:
         record = read_object(spec) if spec.is_file() else {}
         return RunDefaults(_resolve(record.get("base"), folder, spec))
     record = read_object(path)
-    unknown = sorted(set(record) - {"base", "e1", "k_sum"})
+    allowed = RunDefaults._fields
+    unknown = sorted(set(record) - set(allowed))
     if unknown:
-        raise ValueError(f"{path}: unknown key {unknown[0]!r}; allowed: base, e1, k_sum")
+        raise ValueError(f"{path}: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
     k_sum = record.get("k_sum", K_SUM)
     if not isinstance(k_sum, int) or k_sum < 1:
         raise ValueError(f"{path}: k_sum is {k_sum!r}; it must be an integer >= 1")
-    return RunDefaults(_resolve(record.get("base"), folder, path), _resolve(record.get("e1"), folder, path), k_sum)
+    mode = record.get("signature_mode", Mode.coverage.value)
+    if mode not in list(Mode):
+        raise ValueError(f"{path}: signature_mode is {mode!r}; it must be one of {', '.join(Mode)}")
+    base, e1 = (_resolve(record.get(role), folder, path) for role in ("base", "e1"))
+    return RunDefaults(base, e1, k_sum, mode)
 
 
 def chosen(option: str | None, default: str | None) -> str | None:

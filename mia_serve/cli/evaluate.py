@@ -90,6 +90,9 @@ def retrieval(
     say = progress()
     for name in filter(None, names.values()):
         resolve_folder(name)
+    more = ["oracle"] if oracle else []
+    if defaults.signature_mode == "global_summary":  # as E2 was trained
+        more.append("global_summary")
     cache: dict[str, Encoder] = {}
     benchmark = load_benchmark(data.value, split, series, limit=limit)
     loaded: dict[str, Encoder | None] = {}
@@ -112,7 +115,7 @@ def retrieval(
         candidates=candidates.value,
         backend=backend.value,
         seed=seed,
-        rows=(*DEFAULT_ROWS, "oracle") if oracle else None,
+        rows=(*DEFAULT_ROWS, *more),
         n_boot=n_boot,
         progress=say,
     )

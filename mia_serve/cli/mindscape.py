@@ -149,7 +149,8 @@ def _from_books(
         if not text.strip():
             raise ValueError(f"{file} is empty; remove it or give its text")
         pieces = chunk_text(text, encoder.tokenizer, chunk_tokens, overlap)
-        books.append(Book(file.stem, tuple(piece.text for piece in pieces), title=file.stem.replace("_", " ").replace("-", " ")))
+        title = file.stem.replace("_", " ").replace("-", " ")
+        books.append(Book(file.stem, tuple(piece.text for piece in pieces), title))
     if summaries is Summaries.keywords:
         return Mindscape.from_books(books, window, summarise=keyword_summaries, summarizer="keywords")
     return Mindscape.from_books(

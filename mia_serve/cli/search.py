@@ -32,11 +32,9 @@ from mia_serve.cli.common import (
     load_encoder,
     run_defaults,
 )
-from mia_serve.cli.vectors import PARTS, MindscapeOption, check_kept, default_encoder, stored_vectors
+from mia_serve.cli.vectors import MindscapeOption, check_kept, default_encoder, kept_vectors
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from mia_serve.core import Encoder
     from mia_serve.mindscape import Mindscape
     from mia_serve.signature import Signature
@@ -50,6 +48,7 @@ class SearchMode(StrEnum):
 
     coverage = "coverage"
     first_k = "first_k"
+    global_summary = "global_summary"
     none = "none"
 
 
@@ -92,7 +91,7 @@ def signature(
         cover=cover.value,
         cover_weight=cover_weight.value,
         device=device,
-        vectors=_kept(mindscape, first, chooser),
+        vectors=kept_vectors(mindscape, first, chooser),
     )
     found = retriever.signatures([query], mode=mode.value)[0]
     pool = retriever.pools([query])[0]
@@ -119,7 +118,8 @@ def search(
     ] = None,
     selector: Annotated[str | None, typer.Option(help="Encoder that chooses the signature; E1 by default.")] = None,
     mode: Annotated[
-        SearchMode | None, typer.Option("--signature", help="What E2 gets beside the question; coverage by default.")
+        SearchMode | None,
+        typer.Option("--signature", help="What E2 gets beside the question; as it was trained by default."),
     ] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="Chunks to print.")] = 10,
     alpha: AlphaOption = None,
@@ -138,8 +138,9 @@ def search(
     check_query(query)
     check_folder(mindscape, "--mindscape")
     first_name, second_name = _search_encoders(mindscape, encoder, e1)
+    defaults = run_defaults(second_name)
     if mode is None:
-        mode = SearchMode.coverage if second_name is not None or prior > 0 else SearchMode.none
+        mode = SearchMode(defaults.signature_mode) if second_name is not None or prior > 0 else SearchMode.none
     if mode is not SearchMode.none and second_name is None and prior == 0:
         raise ValueError(
             "E1 reads the question alone: give --encoder E2, or --prior 0.1 to weigh the signature's sessions"
@@ -160,7 +161,7 @@ def search(
         second,
         chooser,
         k0=k0,
-        k_sum=k_sum or run_defaults(second_name).k_sum,
+        k_sum=k_sum or defaults.k_sum,
         prior=prior,
         cover=cover.value,
         cover_weight=cover_weight.value,
@@ -168,7 +169,7 @@ def search(
         candidates=candidates.value,
         backend=backend.value,
         device=device,
-        vectors=_kept(mindscape, first, second, chooser),
+        vectors=kept_vectors(mindscape, first, second, chooser),
     )
     results = retriever.search([query], k=k, signature=mode.value)
     chunks = {chunk.id: chunk for chunk in opened.chunks}
@@ -206,20 +207,9 @@ def _search_encoders(mindscape: Path, encoder: str | None, e1: str | None) -> tu
     return first, second
 
 
-def _kept(path: Path, *encoders: Encoder | None) -> dict[str, np.ndarray]:
-    """Collect the vectors that a mindscape keeps of these encoders, under the keys that `Retriever` looks for."""
-    found: dict[str, np.ndarray] = {}
-    for encoder in encoders:
-        if encoder is None or encoder.spec_hash in found:
-            continue
-        for part in PARTS:
-            vectors = stored_vectors(path, part, encoder)
-            if vectors is not None:
-                found[encoder.spec_hash + ("/sessions" if part == "sessions" else "")] = vectors
-    return found
-
-
 def _signature_text(mindscape: Mindscape, found: Signature, pool_size: int) -> str:
+    if found.mode == Mode.global_summary:
+        return f"{found.mode}: a book of {len(found.session_ids)} sessions\n{found.text}\n"
     sessions = {session.id: session for session in mindscape.sessions}
     lines = [f"{found.mode}: {len(found.session_ids)} of {pool_size} sessions in the pool"]
     if found.terms is not None:

@@ -168,6 +168,19 @@ def stored_vectors(path: Path, part: str, encoder: Encoder) -> np.ndarray | None
     return Mindscape.load_vectors(path, name, encoder.spec_hash)
 
 
+def kept_vectors(path: Path, *encoders: Encoder | None) -> dict[str, np.ndarray]:
+    """Collect the vectors that a mindscape keeps of these encoders, under the keys that `Retriever` looks for."""
+    found: dict[str, np.ndarray] = {}
+    for encoder in encoders:
+        if encoder is None or encoder.spec_hash in found:
+            continue
+        for part in PARTS:
+            vectors = stored_vectors(path, part, encoder)
+            if vectors is not None:
+                found[encoder.spec_hash + ("/sessions" if part == "sessions" else "")] = vectors
+    return found
+
+
 def chunk_vectors(path: Path, mindscape: Mindscape, encoder: Encoder) -> np.ndarray:
     """Return an encoder's chunk vectors, (n_chunks, d): those kept with the mindscape, else encoded now."""
     stored = stored_vectors(path, "chunks", encoder)

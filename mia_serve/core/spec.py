@@ -65,8 +65,8 @@ class EncoderSpec:
         cut, known = self.truncate_dim, (self.dim, *self.matryoshka)
         whole = isinstance(cut, int) and not isinstance(cut, bool)
         if cut is not None and (not whole or not 1 <= cut <= self.dim or (self.matryoshka and cut not in known)):
-            allowed = ", ".join(map(str, known)) if self.matryoshka else f"integers from 1 to {self.dim}"
-            raise MiaError(f"encoder spec: truncate_dim is {cut!r}; allowed: {allowed}, or None")
+            widths = ", ".join(map(str, known)) if self.matryoshka else f"integers from 1 to {self.dim}"
+            raise MiaError(f"encoder spec: truncate_dim is {cut!r}; allowed: {widths}, or None")
 
     @property
     def hash(self) -> str:

@@ -25,6 +25,7 @@ ROW_LABELS: dict[str, str] = {
     "first_k": "E2, first-K signature",
     "coverage": "E2, coverage signature",
     "coverage_prior": "E2, the same, and as prior",
+    "global_summary": "E2, global summary",
     "shuffled": "E2, shuffled signature",
     "oracle": "E2, gold-session signature*",
 }
@@ -38,6 +39,9 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("coverage", "shuffled"),
     ("coverage_prior", "e1"),
     ("coverage_prior", "none"),
+    ("global_summary", "e1"),
+    ("global_summary", "none"),
+    ("coverage", "global_summary"),
     ("oracle", "e1"),
 )
 _PAIR_NAMES = {
@@ -48,6 +52,7 @@ _PAIR_NAMES = {
     "first_k": "first-K",
     "coverage": "coverage",
     "coverage_prior": "coverage and prior",
+    "global_summary": "global summary",
     "shuffled": "shuffled",
     "oracle": "gold session*",
 }
@@ -225,9 +230,11 @@ class RetrievalReport:
         if facts["queries_without_gold"]:
             notes.append(f"{facts['queries_without_gold']} question(s) without gold are in no mean.")
         if self.coverage:
+            names = {"pool": "pool", "coverage": "coverage σ", "first_k": "first-K σ", "global_summary": "book"}
             shares = (
                 f"{name} {self.coverage[key]['any_gold_session']:.3f} (of {self.coverage[key]['mean_sessions']:.1f})"
-                for key, name in (("pool", "pool"), ("coverage", "coverage σ"), ("first_k", "first-K σ"))
+                for key, name in names.items()
+                if key in self.coverage
             )
             notes.append("A gold session is in: " + ", ".join(shares) + " sessions.")
         gap = self.gap_share()

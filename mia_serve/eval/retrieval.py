@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 #: Ranks kept of each ranking, hence the depth of MRR.
 DEPTH = 100
-DEFAULT_ROWS = tuple(row for row in ROW_LABELS if row != "oracle")
+#: Rows that are run where none are named: the others tell E2 the answer, or are for an E2 of another kind.
+DEFAULT_ROWS = tuple(row for row in ROW_LABELS if row not in ("oracle", "global_summary"))
 
 Progress = Callable[[str], None]
 
@@ -38,7 +39,6 @@ class _Pass:
     haystack: Haystack
     retriever: Retriever | None
     base_retriever: Retriever | None
-    prior_retriever: Retriever | None = None
     rankings: dict[str, list[list[str]]] = field(default_factory=dict)
     signatures: dict[str, list[Signature]] = field(default_factory=dict)
     pools: list[frozenset[int]] = field(default_factory=list)
@@ -81,7 +81,8 @@ def evaluate_retrieval(
         candidates: ``all`` chunks of the haystack, or only E1's K_0 best, ranked by E2.
         backend: Index backend, ``auto``, ``torch`` or ``faiss``.
         seed: Of the shuffled control and of the resamples.
-        rows: Keys of ``ROW_LABELS`` to run; None: all but the ``oracle``, an upper bound that sees the gold session.
+        rows: Keys of ``ROW_LABELS`` to run; None: all but ``global_summary`` (E2 with the summary of the book in which
+            E1's best chunk lies) and the ``oracle``, an upper bound that sees the gold session.
         n_boot: Resamples for the intervals.
         progress: Called with a line at each step.
 
@@ -107,9 +108,8 @@ def evaluate_retrieval(
         plain = None
         if "base" in wanted and base is not None:
             plain = main if e1 is None else Retriever(haystack.mindscape, base, **options)
-        weighted = Retriever(haystack.mindscape, first, e2, selector, prior=prior, **options) if needs_main else None
-        one = _Pass(haystack, main, plain, weighted)
-        _run_rows(one, wanted)
+        one = _Pass(haystack, main, plain)
+        _run_rows(one, wanted, prior)
         passes.append(one)
     donors = None
     if "shuffled" in wanted:
@@ -233,7 +233,7 @@ def _gold_sessions(one: _Pass) -> list[frozenset[int]]:
     return [frozenset(session_of[gold] for gold in query.gold) for query in one.haystack.queries]
 
 
-def _run_rows(one: _Pass, wanted: frozenset[str]) -> None:
+def _run_rows(one: _Pass, wanted: frozenset[str], prior: float) -> None:
     """Run every row of a haystack that needs no other haystack, and keep its signatures and pools."""
     texts = [query.text for query in one.haystack.queries]
     if not texts:
@@ -263,14 +263,15 @@ def _run_rows(one: _Pass, wanted: frozenset[str]) -> None:
             Signature(tuple(sessions[i].id for i in sorted(gold)), tuple(sessions[i].summary for i in sorted(gold)))
             for gold in _gold_sessions(one)
         ]
-    for mode in ("coverage", "first_k", "oracle"):
+    if "global_summary" in wanted:
+        one.signatures["global_summary"] = retriever.signatures(texts, mode="global_summary")
+    for mode in ("coverage", "first_k", "global_summary", "oracle"):
         if mode in wanted:
             one.rankings[mode] = ranking(retriever, signature=one.signatures[mode])
-    assert one.prior_retriever is not None
     if "prior" in wanted:
-        one.rankings["prior"] = ranking(one.prior_retriever, encoder="e1", signature=one.signatures["coverage"])
+        one.rankings["prior"] = ranking(retriever, encoder="e1", signature=one.signatures["coverage"], prior=prior)
     if "coverage_prior" in wanted:
-        one.rankings["coverage_prior"] = ranking(one.prior_retriever, signature=one.signatures["coverage"])
+        one.rankings["coverage_prior"] = ranking(retriever, signature=one.signatures["coverage"], prior=prior)
 
 
 def _run_shuffled(passes: Sequence[_Pass], donors: np.ndarray | None) -> None:
@@ -333,8 +334,9 @@ def _coverage(passes: Sequence[_Pass]) -> dict[str, dict[str, float]]:
             continue
         index = {session.id: row for row, session in enumerate(one.haystack.mindscape.sessions)}
         sets = {"pool": one.pools}
-        for mode in ("coverage", "first_k"):
-            sets[mode] = [frozenset(index[i] for i in given.session_ids) for given in one.signatures[mode]]
+        for mode in ("coverage", "first_k", "global_summary"):
+            if mode in one.signatures:
+                sets[mode] = [frozenset(index[i] for i in given.session_ids) for given in one.signatures[mode]]
         for i, gold in enumerate(_gold_sessions(one)):
             for name, members in sets.items():
                 if gold:

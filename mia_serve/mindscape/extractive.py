@@ -19,6 +19,9 @@ _FEW_WORDS = 5
 # them all costs as much as encoding the passages themselves and names the right session no better.
 _CANDIDATES = 12
 
+#: Words of a book's summary: about 260 tokens, the short end of those that MiA-Emb was trained with (240 to 1,243).
+BOOK_WORDS = 200
+
 
 class DocumentEncoder(Protocol):
     """What is needed of an encoder here; `mia_serve.core.Encoder` has it."""
@@ -51,28 +54,66 @@ def extractive_summaries(
     """
     if len(windows) != len(titles):
         raise MiaError(f"{len(windows)} windows but {len(titles)} titles: give one a window (an empty one is fine)")
+    sentences = [_sentences(window, f"window {i}") for i, window in enumerate(windows)]
+    return _central(_richest(sentences, max(_CANDIDATES, max_words // 5)), titles, encoder, max_words)
+
+
+def book_summaries(
+    books: Sequence[Sequence[str]], titles: Sequence[str], encoder: DocumentEncoder, max_words: int = BOOK_WORDS
+) -> list[str]:
+    """Sum up whole books out of the summaries of their sessions: the second stage of MiA-RAG's mindscape (2512.17220).
+
+    There a language model writes it; here the sentences nearest to the mean of all are taken, as in
+    `extractive_summaries`, whatever other books there are. A book of one session has that session's summary, so a
+    benchmark that brings a summary of the whole document (QMSum) keeps it.
+
+    Args:
+        books: The session summaries of each book, in order.
+        titles: One title a book, `""` for none.
+        encoder: Encodes the sentences (as documents).
+        max_words: Most words of a summary, the title included.
+
+    Returns:
+        One summary a book.
+
+    Raises:
+        MiaError: Titles and books differ in number, the bound is below 1, or a book has no text.
+    """
+    if len(books) != len(titles):
+        raise MiaError(f"{len(books)} books but {len(titles)} titles: give one a book (an empty one is fine)")
+    several = [i for i, book in enumerate(books) if len(book) != 1]
+    sentences = []
+    for i in several:
+        found = _sentences(books[i], f"book {i}")
+        # Session summaries may begin with the title, which comes first anyway.
+        sentences.append([sentence for sentence in found if sentence != _heading(titles[i])] or found)
+    made = iter(_central(sentences, [titles[i] for i in several], encoder, max_words))
+    return [book[0] if len(book) == 1 else next(made) for book in books]
+
+
+def _central(windows: list[list[str]], titles: Sequence[str], encoder: DocumentEncoder, max_words: int) -> list[str]:
+    """Summarise each window by those of its sentences that are nearest to their mean."""
     if max_words < 1:
         raise MiaError(f"max_words is {max_words}: it must be at least 1")
     if not windows:
         return []
-    sentences = _richest([_sentences(window, i) for i, window in enumerate(windows)], max(_CANDIDATES, max_words // 5))
-    vectors = encoder.encode_documents([sentence for window in sentences for sentence in window])
+    vectors = encoder.encode_documents([sentence for window in windows for sentence in window])
     summaries = []
     end = 0
-    for window, title in zip(sentences, titles, strict=True):
+    for window, title in zip(windows, titles, strict=True):
         start, end = end, end + len(window)
         rows = np.asarray(vectors[start:end], dtype=np.float32)
         # Stable sort: of two sentences equally near, the earlier one.
         order = np.argsort(-(rows @ rows.mean(axis=0)), kind="stable")
-        summaries.append(_summary(window, order, " ".join(title.split()), max_words))
+        summaries.append(_summary(window, order, title, max_words))
     return summaries
 
 
-def _sentences(window: Sequence[str], index: int) -> list[str]:
+def _sentences(window: Sequence[str], name: str) -> list[str]:
     """The distinct sentences of a window, the very short ones left out unless there are no others."""
     sentences = list(dict.fromkeys(s for text in window for s in split_sentences(text)))
     if not sentences:
-        raise MiaError(f"window {index} holds no text: drop its chunks or give their texts")
+        raise MiaError(f"{name} holds no text: drop it, or give its texts")
     return [s for s in sentences if count_words(s) >= _FEW_WORDS] or sentences
 
 
@@ -91,7 +132,16 @@ def _richest(windows: list[list[str]], n: int) -> list[list[str]]:
     return kept
 
 
+def _heading(title: str) -> str:
+    """The title on one line, as a sentence."""
+    title = " ".join(title.split())
+    if title and title[-1] not in ".!?。！？…":
+        title += "。" if is_cjk(title) else "."
+    return title
+
+
 def _summary(sentences: list[str], order: np.ndarray, title: str, max_words: int) -> str:
+    title = _heading(title)
     left = max_words - count_words(title)
     if title and left < 1:
         return first_words(title, max_words)
@@ -102,6 +152,4 @@ def _summary(sentences: list[str], order: np.ndarray, title: str, max_words: int
             taken.append(row)
             left -= words
     body = [sentences[row] for row in sorted(taken)] or [first_words(sentences[int(order[0])], left)]
-    if title and title[-1] not in ".!?。！？…":
-        title += "。" if is_cjk(title) else "."
     return join_sentences([title, *body] if title else body)

@@ -99,3 +99,42 @@ def select_signature(
         overlap = overlap + sims.unit[rows, pick] * live[:, None]
         closed[rows, pick] = True
     return Selection(indices, gains, terms, weighted_sum(terms, lambdas))
+
+
+def select_sessions(
+    queries: torch.Tensor,
+    chunks: torch.Tensor,
+    summaries: torch.Tensor,
+    pools: torch.Tensor,
+    sessions: torch.Tensor,
+    cover_weight: torch.Tensor,
+    *,
+    k: int,
+    weights: Sequence[float],
+    cover: str,
+) -> Selection:
+    """Choose the signatures of B queries out of their pools, from unit vectors.
+
+    Args:
+        queries: (B, d).
+        chunks: Vectors of each query's retrieved chunks, (B, C, d).
+        summaries: Vectors of all sessions' summaries, (S, d).
+        pools: Sessions to choose from, (B, H) rows of ``summaries``, -1 padded.
+        sessions: Session of each retrieved chunk, (B, C).
+        cover_weight: How each retrieved chunk counts, (B, C).
+        k: Signature size K_sum.
+        weights: λ_Q, λ_C, λ_D.
+        cover: What a session covers: "member", its own chunks fully, or "semantic", all by cosine only.
+
+    Returns:
+        As `select_signature`, its indices being rows of ``summaries``.
+    """
+    units = summaries[pools.clamp(min=0)]
+    columns = units.transpose(1, 2)
+    cover_sim = torch.bmm(chunks, columns)
+    if cover == "member":
+        cover_sim = cover_sim.masked_fill_(sessions[:, :, None] == pools[:, None, :], 1.0)
+    query_sim, unit_sim = torch.bmm(queries[:, None, :], columns)[:, 0], torch.bmm(units, columns)
+    found = select_signature(query_sim, cover_sim, unit_sim, k, weights, pools >= 0, cover_weight=cover_weight)
+    rows = torch.where(found.indices >= 0, pools.gather(1, found.indices.clamp(min=0)), -1)
+    return found._replace(indices=rows)

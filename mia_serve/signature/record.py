@@ -14,11 +14,13 @@ class Signature:
     """Session summaries that stand for what a query activated.
 
     Attributes:
-        session_ids: Ids in order of selection; empty where only texts were given.
-        texts: Summaries in the order in which the encoder reads them: that of selection or of the document.
+        session_ids: Ids in order of selection, or all of the book with its global summary; empty where only texts were
+            given.
+        texts: Summaries in the order in which the encoder reads them: that of selection or of the document. One global
+            summary stands for all sessions of its book.
         gains: Marginal gain of each pick, in order of selection; empty where nothing was maximised.
         terms: f_Q, f_C, f_D and the value of the set, or None.
-        mode: How it was made: "coverage", "first_k" or "given".
+        mode: How it was made: "coverage", "first_k", "global_summary" or "given".
     """
 
     session_ids: tuple[str, ...]
@@ -68,3 +70,23 @@ class Signature:
         if texts is not None and not isinstance(texts, Sequence):
             raise MiaError(f"{texts!r} is no signature: give a list of texts, one text or None")
         return cls(session_ids=(), texts=tuple(texts or ()))
+
+
+Given = Sequence[Signature] | Sequence[Sequence[str] | str | None]
+
+
+def given_signatures(signatures: Given, n_queries: int) -> list[Signature]:
+    """Check signatures that the caller chose, one a query, and wrap those that are bare texts.
+
+    Raises:
+        MiaError: If they are not one a query, or one holds something else than texts.
+    """
+    if len(signatures) != n_queries:
+        raise MiaError(f"{len(signatures)} signatures for {n_queries} queries: give one a query (None or [] for none)")
+    records = []
+    for position, item in enumerate(signatures):
+        record = item if isinstance(item, Signature) else Signature.from_texts(item)
+        if not all(isinstance(text, str) for text in record.texts):
+            raise MiaError(f"signature {position} holds something that is not a text: give a Signature or list of str")
+        records.append(record)
+    return records

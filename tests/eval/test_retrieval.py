@@ -298,6 +298,28 @@ def test_the_papers_coverage_can_be_asked_for() -> None:
     assert chosen[0] != chosen[1]
 
 
+def test_global_summary_row_shows_e2_the_book_of_the_best_chunk() -> None:
+    benchmark = _benchmark()
+    report = _run(benchmark, rows=("e1", "none", "coverage", "global_summary"))
+    assert [row.key for row in report.rows] == ["e1", "none", "coverage", "global_summary"]
+    assert ("coverage", "global_summary") in {(pair.first, pair.second) for pair in report.pairs}
+    haystack = benchmark.haystacks[0]
+    books = {session.id: session.book_id for session in haystack.mindscape.sessions}
+    retriever = Retriever(haystack.mindscape, E1, E2, k0=8, k_sum=2)  # type: ignore[arg-type]
+    texts = [query.text for query in haystack.queries]
+    hits = retriever.search(texts, k=DEPTH, signature="global_summary").hits
+    means = score_queries(hits.ids, [query.gold for query in haystack.queries])
+    for metric in METRICS:
+        assert report.row("global_summary").metrics[metric].mean == pytest.approx(np.mean([m[metric] for m in means]))
+    first = retriever.search(texts, k=1, encoder="e1").hits.ids
+    for result, (best,) in zip(report.queries, first, strict=True):
+        assert {books[session] for session in result.signatures["global_summary"]} == {best.split(":")[0]}
+    right = [result.group == best.split(":")[0] for result, (best,) in zip(report.queries, first, strict=True)]
+    assert report.coverage["global_summary"]["any_gold_session"] == pytest.approx(np.mean(right))
+    assert f"book {np.mean(right):.3f} (of 4.0)" in " ".join(report.to_text().split())
+    assert "global_summary" not in [row.key for row in _run(benchmark).rows]
+
+
 def test_progress_is_told() -> None:
     lines: list[str] = []
     _run(_benchmark(series=False), progress=lines.append)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from mia_serve.core import MiaError
-from mia_serve.mindscape import Book, Mindscape, extractive_summaries
+from mia_serve.mindscape import Book, Mindscape, book_summaries, extractive_summaries
 from mia_serve.mindscape import extractive as module
 from mia_serve.mindscape.sentences import count_words
 
@@ -56,6 +56,39 @@ def test_only_the_richest_sentences_are_encoded(stub, monkeypatch):
     ]
     extractive_summaries(windows, ["", ""], stub, max_words=10)
     assert stub.calls[0][:2] == ["The dragon Fafnir guards gold.", "Fafnir the dragon was slain."]
+
+
+def test_a_book_is_summed_up_by_the_central_sentences_of_its_sessions(stub):
+    # "The Wreck." is too short to be a sentence of a session summary that begins with it, and comes first anyway.
+    sessions = [
+        "The Wreck. The red boat left the old harbour.",
+        "The Wreck. Nobody saw it go at all.",
+        "The Wreck. The red boat sank near the old harbour.",
+    ]
+    whole = "The Wreck. The red boat left the old harbour. The red boat sank near the old harbour."
+    assert book_summaries([sessions], ["The Wreck"], stub, max_words=18) == [whole]
+    assert (
+        book_summaries([WINDOW, sessions], ["", "The Wreck"], stub, max_words=18)[1] == whole
+    )  # whatever else is there
+    assert len(stub.calls) == 2
+
+
+def test_a_title_of_many_words_is_said_once(stub):
+    title = "The Tale of the Old Red Boat"
+    sessions = [f"{title}. The red boat left the old harbour.", f"{title}. The red boat sank near the harbour."]
+    (summary,) = book_summaries([sessions], [title], stub)
+    assert summary == f"{title}. The red boat left the old harbour. The red boat sank near the harbour."
+
+
+def test_a_book_of_one_session_keeps_its_summary(stub):
+    assert book_summaries([["Yes! What the meeting was about, word for word"]], ["M1"], stub) == [
+        "Yes! What the meeting was about, word for word"
+    ]
+    assert book_summaries([], [], stub) == [] and not stub.calls
+    with pytest.raises(MiaError, match="1 books but 0 titles"):
+        book_summaries([WINDOW], [], stub)
+    with pytest.raises(MiaError, match="book 1 holds no text"):
+        book_summaries([WINDOW, []], ["", ""], stub)
 
 
 def test_bad_input(stub):

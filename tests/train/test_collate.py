@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from mia_serve.core import Encoder, fuse_views
-from mia_train.collate import Collator, Sample, Schedule, plan_groups
+from mia_train.collate import Collator, plan_groups
 from mia_train.model import MiaModel
 from mia_train.rows import Row, id_key
+from mia_train.schedule import Sample
 
 from .conftest import SUMMARIES, make_rows
 
@@ -29,18 +30,6 @@ def qwen(tiny_qwen3: Path) -> Encoder:
 
 def collator(encoder: Encoder, rows: list[Row], **options: Any) -> Collator:
     return Collator(encoder, rows, **({"hard_negatives": 1, "simple_negatives": 1} | options))
-
-
-def test_TRN_05_every_pass_holds_every_row_once_in_a_new_order() -> None:
-    rows = make_rows(7)
-    schedule = Schedule(rows, 21, seed=1)
-    passes = [[schedule[i] for i in range(k * 7, k * 7 + 7)] for k in range(3)]
-    for k, samples in enumerate(passes):
-        assert sorted(s.number for s in samples) == list(range(7))
-        assert {s.epoch for s in samples} == {k}
-    assert [s.number for s in passes[0]] != [s.number for s in passes[1]]
-    assert Schedule(rows, 21, seed=1)[20] == schedule[20]  # whatever was read before
-    assert [Schedule(rows, 7, seed=2)[i].number for i in range(7)] != [s.number for s in passes[0]]
 
 
 def test_what_is_drawn_depends_on_seed_row_and_pass_alone(bert: Encoder) -> None:

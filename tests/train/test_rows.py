@@ -9,8 +9,7 @@ from mia_serve.core import Encoder, MiaError
 from mia_serve.eval.datasets import Benchmark, Haystack, Query
 from mia_serve.mindscape import Book, Mindscape
 from mia_serve.retriever import Retriever
-from mia_serve.signature import Signature
-from mia_train.data import _Miner, build_rows
+from mia_train.data import build_rows
 from mia_train.rows import Nodes, Passage, Row, id_key, parse_row, read_rows, row_to_json, text_key, write_rows
 
 from .conftest import make_rows
@@ -134,25 +133,3 @@ def test_build_rows_is_deterministic_and_shows_signatures_as_served(encoder: Enc
         wrong = set(signature.session_ids) - {session_of[p.id] for p in row.positives}
         assert all(session_of[n.id] in wrong for n in row.negatives if n.kind == "signature")
     assert any(n.kind == "signature" for row in first for n in row.negatives)
-
-
-def test_signature_gold_puts_a_gold_session_where_there_is_none() -> None:
-    window = tuple(f"word{i} tale" for i in range(4))
-    books = [Book(name, tuple(f"{name} {text}" for text in window), summaries=(f"about {name}",)) for name in "abcdef"]
-    mindscape = Mindscape.from_books(books)
-    queries = tuple(Query(f"q{i}", "who?", (f"{'abcdef'[i % 6]}:0",), "g") for i in range(60))
-    miner = _Miner(Haystack("h", mindscape, queries), 0, 0, seed=3)
-    ids = {name: miner.gold_sessions(i).copy().pop() for i, name in enumerate("abcdef")}
-    given = Signature((ids["a"], ids["b"]), ("about a", "about b"))
-    changed = [miner.with_gold(i, given, 0.5) for i in range(60)]
-    for i, (query, signature) in enumerate(zip(queries, changed, strict=True)):
-        gold = "abcdef"[i % 6]
-        assert len(signature.session_ids) == 2 and signature == miner.with_gold(i, given, 0.5)
-        if gold in "ab":
-            assert signature == given
-        elif signature != given:
-            assert f"about {gold}" in signature.texts and ids[gold] in signature.session_ids, query
-    swapped = [s for i, s in enumerate(changed) if i % 6 > 1]
-    assert 10 < sum(s != given for s in swapped) < 30
-    assert {s.texts.index(f"about {'abcdef'[i % 6]}") for i, s in enumerate(changed) if s != given} == {0, 1}
-    assert all(miner.with_gold(i, given, 0.0) == given for i in range(60))
