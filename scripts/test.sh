@@ -8,4 +8,4 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_
 .venv-test/bin/ruff format --check .
 .venv-test/bin/mypy
 .venv-test/bin/python scripts/prepare_models.py qwen3-tokenizer
-exec .venv-test/bin/python -m pytest -m "not slow and not gpu" "$@"
+exec .venv-test/bin/python -m pytest -m "not slow and not gpu and not vllm" "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -125,22 +127,23 @@ def _sentence_transformers_facts(folder: Path) -> FolderFacts:
 
 
 def load_parts(
-    name: str, dtype: torch.dtype, overrides: dict[str, Any], base: str | None = None
+    name: str, dtype: torch.dtype, overrides: dict[str, Any], base: str | None = None, quantization: Any = None
 ) -> tuple[torch.nn.Module, Any, EncoderSpec]:
     """Return backbone, tokenizer and spec of a model; see :meth:`Encoder.load`.
 
-    With ``base`` an adapter is put on that model instead of the one that its folder names.
+    With ``base`` an adapter is put on that model instead of the one that its folder names; ``quantization`` is a
+    transformers quantization config for the backbone.
     """
     facts = folder_facts(resolve_folder(name))
     adapter = facts.backbone / "adapter_config.json"
     if adapter.is_file():
-        model, base_tokenizer, base_spec = load_parts(base or adapter_base(facts), dtype, {})
+        model, base_tokenizer, base_spec = load_parts(base or adapter_base(facts), dtype, {}, None, quantization)
         model = _with_adapter(model, facts.backbone)
         own = (facts.backbone / "tokenizer_config.json").is_file() or (facts.backbone / "tokenizer.json").is_file()
         tokenizer = _tokenizer(facts.backbone) if own else base_tokenizer
         config: Any = model.config
     else:
-        model = _backbone(facts.backbone, dtype)
+        model = _backbone(facts.backbone, dtype, quantization)
         tokenizer = _tokenizer(facts.backbone)
         config = model.config
         base_spec = None
@@ -158,10 +161,12 @@ def load_parts(
     return model, tokenizer, spec
 
 
-def _backbone(folder: Path, dtype: torch.dtype) -> Any:
+def _backbone(folder: Path, dtype: torch.dtype, quantization: Any = None) -> Any:
     """Open a transformers model, and refuse one whose weights are not all there: random ones would take their place."""
     try:
-        model, loading = AutoModel.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, loading = AutoModel.from_pretrained(
+            folder, dtype=dtype, quantization_config=quantization, output_loading_info=True
+        )
     except (ValueError, RuntimeError, SafetensorError) as error:
         raise MiaError(f"{folder}: its model cannot be read ({error}); get or save the folder again") from error
     # The pooler of a BERT is not used here, and many folders lack it.
@@ -194,7 +199,10 @@ def _with_adapter(model: torch.nn.Module, folder: Path) -> Any:
         # Only this tells which weights were found; peft itself would go on with the bare base.
         found = adapted.load_adapter(str(folder), "default")
     except (ValueError, RuntimeError, SafetensorError) as error:
-        raise MiaError(f"{folder}: its adapter cannot be read ({error}); get or save the folder again") from error
+        said = " ".join(str(error).split())[:300]  # torch names every tensor of every layer, each on a line
+        raise MiaError(
+            f"{folder}: its adapter cannot be read ({said}); put it on the base it was made for, or get it again"
+        ) from error
     for what, keys in (("lacks", found.missing_keys), ("has no place here for", found.unexpected_keys)):
         if keys:
             raise MiaError(
@@ -318,10 +326,26 @@ def save_parts(model: torch.nn.Module, tokenizer: Any, spec: EncoderSpec, path: 
         if (aside / "adapter_config.json").is_file():
             _name_base(aside / "adapter_config.json", spec)
             (aside / "README.md").unlink(missing_ok=True)  # peft's empty card; ours is written by the trainer
-        tokenizer.save_pretrained(str(aside))
+        _with_special_tokens(tokenizer, spec.template).save_pretrained(str(aside))
         write_folder_facts(spec, aside)
         for file in aside.glob("*.safetensors"):
             file.chmod(0o644)  # written 0600, which a server under another user could not read
+
+
+def _with_special_tokens(tokenizer: Any, template: Template) -> Any:
+    """Return a tokenizer that puts the template's special tokens around a text, as others expect of the one they open.
+
+    Most do already; that of a plain decoder (Qwen2.5, Llama) lacks the end that its vector is read at.
+    """
+    if _special_tokens(tokenizer) == (template.start, template.end):
+        return tokenizer
+    names = [*template.start, *template.end]
+    ids = list(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
+    own = copy.deepcopy(tokenizer)
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*template.start, "$A", *template.end], special_tokens=ids
+    )
+    return own
 
 
 def write_folder_facts(spec: EncoderSpec, folder: Path) -> None:

@@ -6,7 +6,9 @@ import sys
 
 import typer
 
-from mia_train.cli import run
+from mia_serve.cli.app import exit_code
+from mia_train.cli import merge, mine, plot, run, silver
+from mia_train.launch import process_count, process_rank
 
 app = typer.Typer(
     name="mia-train",
@@ -18,24 +20,20 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("check")(run.check)
+app.command("plot")(plot.plot)
+app.command("merge")(merge.merge)
+app.command("silver")(silver.silver)
+app.command("mine")(mine.mine)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: exit 0 done, 1 failed, 2 wrong use with one line on standard error."""
     try:
         app(args=arguments)
-    except (ValueError, FileNotFoundError) as error:
-        from mia_serve.core.errors import MiaError
-
-        if isinstance(error, ValueError) and not isinstance(error, MiaError):
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
             raise
-        from mia_train.launch import process_count, process_rank
-
         rank = f"[process {process_rank()}] " if process_count() > 1 else ""
-        typer.echo(f"{rank}error: {error}", err=True)
-        sys.exit(2)
-    except RuntimeError as error:
-        if type(error).__name__ != "TrainingDiverged":  # known by name: its module would bring torch in
-            raise
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        typer.echo(f"{rank}error: {' '.join(str(error).split())}", err=True)
+        sys.exit(code)
