@@ -79,7 +79,29 @@ def prepare_launch(environment: MutableMapping[str, str] | None = None) -> int:
                 f"the launcher started {local} processes on this machine, which has {devices} device(s); "
                 f"use --num_processes {devices}, or ACCELERATE_USE_CPU=true to train on CPU"
             )
+    _prepare_sharding(environment)
     return count
+
+
+def _prepare_sharding(environment: MutableMapping[str, str]) -> None:
+    """Refuse what the training loop does not do under FSDP, and engage DeepSpeed on the CPU."""
+    is_set = lambda name: environment.get(name, "false").lower() in ("true", "1", "yes")  # noqa: E731
+    fsdp, deepspeed = is_set("ACCELERATE_USE_FSDP"), is_set("ACCELERATE_USE_DEEPSPEED")
+    if fsdp and environment.get("FSDP_VERSION", "1") != "2":
+        raise MiaError(
+            f"fsdp_config.fsdp_version is {environment.get('FSDP_VERSION', '1')}; allowed: 2; see "
+            "recipes/accelerate/fsdp.yaml"
+        )
+    if fsdp and is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        raise MiaError(
+            "fsdp_config.fsdp_cpu_ram_efficient_loading is true; allowed: false: every process reads the weights itself"
+        )
+    if deepspeed and is_set("ACCELERATE_USE_CPU"):
+        # accelerate engages no DeepSpeed where it is told to use the CPU, but does where it is told the device alone.
+        environment.pop("ACCELERATE_USE_CPU")
+        environment["ACCELERATE_TORCH_DEVICE"] = environment["DS_ACCELERATOR"] = "cpu"
+    if fsdp or deepspeed:  # the recipe's training.bf16 decides, and MiaModel does what it says
+        environment["ACCELERATE_MIXED_PRECISION"] = "no"
 
 
 def check_world(joined: int, environment: MutableMapping[str, str] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import save_fsdp_optimizer
@@ -198,15 +198,14 @@ class MiaTrainer(Trainer):
         """Write an encoder folder; collective."""
         self.meter.pause()
         weights = self.whole_weights()
-        if self.args.should_save:
-            self._save(output_dir, weights)
-        distributed.barrier()  # the folder is renamed into place; no rank may write its random state before that
+        # Every rank waits: the folder is renamed into place, and none may write its random state before that.
+        distributed.on_main(lambda: self._save(output_dir, weights))
 
     def whole_weights(self) -> dict[str, Tensor] | None:
-        """Return rank 0's copy of the weights where the model holds shards (FSDP), else None; collective."""
+        """Return rank 0's copy of the weights where the model is in shards (FSDP), else None; collective."""
         if not self.is_fsdp_enabled:
             return None
-        return sharding.gather_weights(self.model, trained_only=self.recipe.lora is not None)
+        return sharding.gather_weights(cast(nn.Module, self.model), trained_only=self.recipe.lora is not None)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(str(output_dir or self.args.output_dir))
@@ -218,27 +217,24 @@ class MiaTrainer(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         # As the Trainer does, without its second copy of the weights: those of the encoder folder are read back.
-        plugin = self.accelerator.state.fsdp_plugin
+        plugin, scheduler = self.accelerator.state.fsdp_plugin, cast(Any, self.lr_scheduler)
         save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            torch.save(scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        if self.is_deepspeed_enabled:
-            super()._load_best_model()
-        else:
-            self._load_weights(Path(str(self.state.best_model_checkpoint)))
+        self._load_weights(Path(str(self.state.best_model_checkpoint)))
 
     def _load_weights(self, folder: Path) -> None:
         if not self.is_fsdp_enabled:
             load_weights(self.encoder, folder)
             return
-        found: list[dict[str, Tensor]] = [{}]
-        distributed.on_main(lambda: found.append(checkpoint_weights(self.encoder, folder)))
-        sharding.scatter_weights(self.model, found[-1])
+        weights: dict[str, Tensor] = {}
+        distributed.on_main(lambda: weights.update(checkpoint_weights(self.encoder, folder)))
+        sharding.scatter_weights(cast(nn.Module, self.model), weights)
 
 
 def load_weights(encoder: Encoder, folder: Path) -> None:

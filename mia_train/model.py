@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from mia_serve.core import Encoder, MiaError, SequenceBatch, embed_batch
 from mia_serve.core.encoder import TOKENS_PER_BATCH
+from mia_serve.core.load import load_parts
 from mia_serve.core.template import instruction_prefix
 from mia_train.schema import LoraSection, ModelConfig
 
@@ -21,15 +23,22 @@ logger = logging.getLogger(__name__)
 def load_encoder(config: ModelConfig, matryoshka: tuple[int, ...] = ()) -> Encoder:
     """Open the base of a recipe on the CPU, with the recipe's changes to its spec.
 
-    Weights are float32 (masters) unless the recipe asks for a frozen bf16 base under LoRA.
+    Weights are float32 (masters) unless the recipe asks for a frozen base under LoRA: bf16, or nf4 (which goes to this
+    process's GPU straight away, where it has one).
+
+    Raises:
+        MiaError: The base is no encoder, or nf4 is asked for and bitsandbytes is not installed.
     """
     changes = {
         name: getattr(config, name)
         for name in ("pooling", "max_query_tokens", "max_document_tokens", "alpha", "signature_pooling")
         if getattr(config, name, None) is not None
     }
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.dtype]
-    encoder = Encoder.load(config.base, device="cpu", dtype=dtype, **changes)
+    if config.dtype == "nf4":
+        encoder = _load_quantized(config.base, changes)
+    else:
+        dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.dtype]
+        encoder = Encoder.load(config.base, device="cpu", dtype=dtype, **changes)
     # The checkpoint's base is what this run starts from, also where that is itself a fine-tuned folder: an adapter
     # would otherwise be put on the wrong weights.
     spec = encoder.spec.with_changes(base=config.base, matryoshka=matryoshka, truncate_dim=None)
@@ -38,6 +47,31 @@ def load_encoder(config: ModelConfig, matryoshka: tuple[int, ...] = ()) -> Encod
         prefix = instruction_prefix(config.instruction) if causal else config.instruction
         spec = spec.with_changes(template=replace(spec.template, query_prefix=prefix))
     return Encoder(encoder.model, encoder.tokenizer, spec, encoder.device)
+
+
+def _load_quantized(base: str, changes: dict[str, Any]) -> Encoder:
+    """Open a base for QLoRA (Dettmers et al., 2023): linear layers in 4-bit NormalFloat, their scales in 8 bits.
+
+    Everything else, the norms and the embeddings, becomes float32, as peft prepares it; matrix products are bfloat16.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise MiaError(
+            "model.dtype: nf4 needs bitsandbytes; run `pip install bitsandbytes`, or set model.dtype: bf16 (LoRA on a "
+            "16-bit base)"
+        )
+    from peft import prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig
+
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model, tokenizer, spec = load_parts(base, torch.bfloat16, changes, quantization=nf4)
+    # Checkpointing, which peft would switch on as the reentrant kind, is the recipe's to choose.
+    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return Encoder(model, tokenizer, spec, next(model.parameters()).device)
 
 
 def place_encoder(encoder: Encoder, device: torch.device) -> None:
@@ -128,17 +162,22 @@ class MiaModel(nn.Module):
             )
 
 
-def add_lora(backbone: Any, lora: LoraSection) -> Any:
+def add_lora(backbone: Any, lora: LoraSection, task: str = "FEATURE_EXTRACTION") -> Any:
     """Return the backbone with trainable float32 LoRA adapters, everything else frozen.
+
+    Args:
+        backbone: The model.
+        lora: Rank, scale, dropout and targets.
+        task: One of PEFT's task types; what the adapted model can do beside a forward depends on it.
 
     Raises:
         MiaError: No module of the backbone has one of the target names.
     """
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     config = LoraConfig(
-        task_type=TaskType.FEATURE_EXTRACTION,
+        task_type=task,
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mia_train.config import missing_inputs, recipe_warnings
-from mia_train.schema import Recipe
+from mia_train.schema import LoraSection, Recipe, RunSection
+
+_WEIGHTS = {"nf4": "nf4 (linear layers in 4 bits, the rest fp32)"}
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ def make_plan(recipe: Recipe, processes: int = 1) -> Plan:
         candidates=candidates,
         tokens_per_step=tokens,
         steps=training.max_steps,
-        schedule=_schedule(recipe),
-        adapters=_adapters(recipe),
-        precision=f"weights {model.dtype}, {'trained ones fp32, ' if recipe.lora else ''}"
+        schedule=describe_schedule(training),
+        adapters=describe_adapters(recipe.lora),
+        precision=f"weights {_WEIGHTS.get(model.dtype, model.dtype)}, {'trained ones fp32, ' if recipe.lora else ''}"
         f"compute {'bf16' if training.bf16 else 'fp32'}"
         + (", gradient checkpointing (non-reentrant)" if training.gradient_checkpointing else "")
         + (f", gradient cache, {training.mini_batch_tokens:,} tokens a forward" if training.mini_batch_tokens else ""),
@@ -97,8 +99,8 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(f"  {name:<16}{text}" for name, text in lines.items())
 
 
-def _schedule(recipe: Recipe) -> str:
-    training = recipe.training
+def describe_schedule(training: RunSection) -> str:
+    """Say in words how long a run takes and how its learning rate goes."""
     if training.max_steps is not None:
         length = f"{training.max_steps} steps, {training.warmup_steps(training.max_steps)} of them warm-up"
     else:
@@ -108,8 +110,8 @@ def _schedule(recipe: Recipe) -> str:
     return f"peak {training.learning_rate:g}, {length}, {course}"
 
 
-def _adapters(recipe: Recipe) -> str:
-    lora = recipe.lora
+def describe_adapters(lora: LoraSection | None) -> str:
+    """Say in words which adapters are trained."""
     if lora is None:
         return "none (full fine-tune)"
     targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)

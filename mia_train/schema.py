@@ -85,8 +85,8 @@ class ModelConfig(_Section):
         alpha: Weight of the signature view at query time, s = (1 - alpha) * s_qry + alpha * s_sig.
         signature_pooling: Mean pooling only: the signature view averages ``all`` tokens, or those of the ``query``.
         instruction: Text put before every query; None keeps the base's own.
-        dtype: Format the base weights are held in. bf16 and nf4 (QLoRA: 4-bit, CUDA only) need LoRA, whose own weights
-            stay fp32.
+        dtype: Format the base weights are held in. bf16 and nf4 (QLoRA: 4-bit, by bitsandbytes) need LoRA, whose own
+            weights stay fp32.
     """
 
     base: Annotated[str, Field(min_length=1)]
@@ -130,7 +130,7 @@ class DataConfig(_Section):
             hard negatives are sought in all books pooled), taken together.
         eval: Benchmark searched during training; None: no evaluation. Do not report on what picked the checkpoint.
         view: ``query`` trains E1 on the query alone, ``signature`` trains E2 on (query, signature).
-        signature_encoder: E1 that chooses the signatures of benchmark rows; None: the untrained base.
+        signature_encoder: E1 that chooses the signatures of rows that bring none; None: the untrained base.
         mindscape: Folder of the mindscape that the row files' passages come from; rows without a signature get theirs
             out of it. Benchmarks bring their own.
         signature_mode: How it chooses: best coverage, the first sessions of the pool, or, as in MiA-RAG, the summary of
@@ -235,25 +235,21 @@ class LossConfig(_Section):
         return value
 
 
-class TrainingSection(_Section):
-    """Steps, optimiser, evaluation, logs.
+class RunSection(_Section):
+    """Steps, optimiser and logs, the same for retrievers and generators.
 
     Attributes:
-        output_dir: Folder of checkpoints, the JSONL log and the finished encoder.
+        output_dir: Folder of checkpoints, the JSONL log and the finished model.
         max_steps: Optimiser steps; give this or ``epochs``.
         epochs: Passes over the rows.
         batch_size: Rows a device and forward pass.
-        mini_batch_tokens: Turns the gradient cache on: a batch of any size in forwards of at most so many tokens,
-            padding included, with the gradient of one whole forward; None: one forward.
         accumulation: Forward passes a step. Unlike a larger batch it adds no in-batch negatives.
         learning_rate: Peak.
         warmup: Below 1 a share of all steps, otherwise a number of steps.
         scheduler: Course of the learning rate after the warm-up.
         bf16: Compute in bfloat16 under autocast; trained weights and optimiser state stay fp32.
         gradient_checkpointing: Recompute activations (always the non-reentrant kind) to save memory.
-        eval_steps: Steps between evaluations; None: at the end only.
         save_steps: Steps between checkpoints; None: as ``eval_steps``, or the end only.
-        metric: Picks the best checkpoint; one of r@3, r@5, r@10, hit@1, mrr, ndcg@10.
         report_to: ``wandb``, ``tensorboard`` beside the JSONL log, which is always written.
         max_grad_norm: Gradients are clipped to this norm; 0: not clipped.
         log_steps: Steps between log lines.
@@ -263,7 +259,6 @@ class TrainingSection(_Section):
     max_steps: Positive | None = None
     epochs: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)] | None = None
     batch_size: Positive = 4
-    mini_batch_tokens: Positive | None = None
     accumulation: Positive = 1
     learning_rate: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)] = 1e-4
     warmup: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.1
@@ -271,13 +266,50 @@ class TrainingSection(_Section):
     weight_decay: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.0
     bf16: bool = False
     gradient_checkpointing: bool = False
-    eval_steps: Positive | None = None
     save_steps: Positive | None = None
-    metric: str = "mrr"
     report_to: Annotated[tuple[Literal["wandb", "tensorboard"], ...], BeforeValidator(_as_list)] = ()
     seed: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, lt=2**32)] = 0  # as far as NumPy's seeds reach
     max_grad_norm: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 1.0
     log_steps: Positive = 10
+
+    def warmup_steps(self, steps: int) -> int:
+        """Return the warm-up in steps out of ``steps`` (a share is rounded up, as the Trainer does)."""
+        return math.ceil(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+
+    def check_length(self) -> None:
+        """Refuse a run without a length, or with two, and a warm-up that takes all of it.
+
+        Raises:
+            ValueError: The message starts with the YAML path.
+        """
+        if (self.max_steps is None) == (self.epochs is None):
+            given = "neither" if self.max_steps is None else "both"
+            raise ValueError(f"training.max_steps: give max_steps or epochs, one of the two; {given} given")
+        if self.warmup >= 1:
+            if self.warmup != int(self.warmup):
+                raise ValueError(
+                    f"training.warmup: {self.warmup} is neither a share below 1 nor a whole number of steps"
+                )
+            if self.max_steps is not None and self.warmup >= self.max_steps:
+                raise ValueError(
+                    f"training.warmup: {int(self.warmup)} steps leave nothing of max_steps {self.max_steps}; "
+                    "lower it, or give a share such as 0.1"
+                )
+
+
+class TrainingSection(RunSection):
+    """Steps, optimiser, evaluation, logs.
+
+    Attributes:
+        mini_batch_tokens: Turns the gradient cache on: a batch of any size in forwards of at most so many tokens,
+            padding included, with the gradient of one whole forward; None: one forward.
+        eval_steps: Steps between evaluations; None: at the end only.
+        metric: Picks the best checkpoint; one of r@3, r@5, r@10, hit@1, mrr, ndcg@10.
+    """
+
+    mini_batch_tokens: Positive | None = None
+    eval_steps: Positive | None = None
+    metric: str = "mrr"
 
     @field_validator("metric")
     @classmethod
@@ -287,10 +319,6 @@ class TrainingSection(_Section):
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown metric {value!r}{hint} (available: {', '.join(METRICS)})")
         return value
-
-    def warmup_steps(self, steps: int) -> int:
-        """Return the warm-up in steps out of ``steps`` (a share is rounded up, as the Trainer does)."""
-        return math.ceil(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
 
 
 class Recipe(_Section):
@@ -316,23 +344,16 @@ class Recipe(_Section):
                 "loss.negatives: 'own' needs at least 2 candidates per query, and data.hard_negatives + "
                 "data.simple_negatives is 0; raise one of them or set loss.negatives: in_batch"
             )
-        if (training.max_steps is None) == (training.epochs is None):
-            given = "neither" if training.max_steps is None else "both"
-            raise ValueError(f"training.max_steps: give max_steps or epochs, one of the two; {given} given")
-        if training.warmup >= 1:
-            if training.warmup != int(training.warmup):
-                raise ValueError(
-                    f"training.warmup: {training.warmup} is neither a share below 1 nor a whole number of steps"
-                )
-            if training.max_steps is not None and training.warmup >= training.max_steps:
-                raise ValueError(
-                    f"training.warmup: {int(training.warmup)} steps leave nothing of max_steps {training.max_steps}; "
-                    "lower it, or give a share such as 0.1"
-                )
+        training.check_length()
         if self.data.eval and training.eval_steps and training.save_steps and training.save_steps % training.eval_steps:
             raise ValueError(
                 f"training.save_steps: {training.save_steps} is no multiple of eval_steps {training.eval_steps}, so "
                 "the best checkpoint may not have been saved; make it one, or leave save_steps out"
+            )
+        if self.data.mixture is not None and training.max_steps is None:
+            raise ValueError(
+                "training.epochs: with data.mixture every source is passed over at its own rate, so there is no epoch "
+                "of them all; give max_steps"
             )
         if self.model.dtype == "bf16" and self.lora is None:
             raise ValueError(

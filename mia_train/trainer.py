@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -19,18 +18,18 @@ from transformers.utils import logging as transformers_logging
 
 from mia_serve.core import Encoder, MiaError
 from mia_serve.eval.versions import package_versions
-from mia_train import distributed
+from mia_train import distributed, sharding
 from mia_train.card import CardFacts, write_card
-from mia_train.collate import Schedule
-from mia_train.config import Recipe
+from mia_train.config import GeneratorRecipe, Recipe
 from mia_train.data import check_rows, make_collator, prepare_rows
 from mia_train.evaluate import RetrievalEvaluation, make_evaluation
-from mia_train.finish import changes_since, publish, write_run_facts
+from mia_train.finish import changes_since, check_resumable, publish, write_run_facts
 from mia_train.launch import check_world
 from mia_train.logs import peak_memory_gib
 from mia_train.loop import MiaTrainer
 from mia_train.model import MiaModel, load_encoder, place_encoder
 from mia_train.rows import Row, read_rows
+from mia_train.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -77,32 +76,30 @@ def run(recipe: Recipe, resume: str | None = None) -> RunResult:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     first_arguments = training_arguments(recipe)  # joins the process group
-    check_world(first_arguments.world_size)
-    sharded = _is_sharded()
-    if sharded and recipe.data.eval:
-        raise MiaError(
-            "data.eval: evaluation during training needs whole weights on rank 0, and FSDP shards them; "
-            "leave data.eval out (mia-serve eval retrieval does it afterwards), or launch with DDP or ZeRO-2"
-        )
+    _check_launch(recipe, first_arguments)
+    sharded = sharding.is_fsdp()
     checkpoint = distributed.on_main(lambda: _open_output(output, resume))
-    if checkpoint and distributed.is_main():
-        for change in changes_since(Path(checkpoint), recipe):
+    if checkpoint:
+        distributed.on_main(lambda: check_resumable(Path(checkpoint), recipe, first_arguments.world_size))
+        for change in changes_since(Path(checkpoint), recipe) if distributed.is_main() else ():
             print(f"warning: {change}; rows that are already made stay as they are", file=sys.stderr)
     set_seed(recipe.training.seed)  # LoRA's start
-    encoder = load_encoder(recipe.model)
+    encoder = load_encoder(recipe.model, recipe.loss.matryoshka)
     device = str(first_arguments.device)
     path = distributed.on_main(lambda: prepare_rows(recipe, output, device, reuse=checkpoint is not None))
     rows = read_rows([path])
     distributed.on_main(lambda: check_rows(rows, recipe, encoder, first_arguments.world_size))
     steps = planned_steps(recipe, len(rows), first_arguments.world_size)
     arguments = training_arguments(recipe, steps)
+    sharding.shard_on_cpu()
     model = MiaModel(
         encoder,
         lora=recipe.lora,
         gradient_checkpointing=recipe.training.gradient_checkpointing,
         bf16=recipe.training.bf16,
     )
-    place_encoder(encoder, arguments.device)
+    if not sharded:  # FSDP moves it layer by layer, as it shards
+        place_encoder(encoder, arguments.device)
     evaluations: list[RetrievalEvaluation | None] = []
     distributed.on_main(lambda: evaluations.append(make_evaluation(recipe, encoder)))
     batch = recipe.training.batch_size * recipe.training.accumulation * arguments.world_size
@@ -111,8 +108,8 @@ def run(recipe: Recipe, resume: str | None = None) -> RunResult:
         encoder,
         model,
         arguments,
-        Schedule(rows, steps * batch, recipe.training.seed),
-        make_collator(recipe, encoder, rows, groups=2 if sharded or "ACCELERATE_USE_DEEPSPEED" in os.environ else 4),
+        Schedule(rows, steps * batch, recipe.training.seed, batch // recipe.training.accumulation, recipe.data.mixture),
+        make_collator(recipe, encoder, rows, groups=2 if sharded or sharding.is_deepspeed() else 4),
         evaluations[0] if evaluations else None,
         start=(_step_of(checkpoint) or 0) if checkpoint else 0,
     )
@@ -120,8 +117,29 @@ def run(recipe: Recipe, resume: str | None = None) -> RunResult:
     return _finish(recipe, encoder, trainer, rows)
 
 
-def _is_sharded() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+def _check_launch(recipe: Recipe, arguments: TrainingArguments) -> None:
+    """Refuse what this kind of launch does not do, before any weights load."""
+    check_world(arguments.world_size)
+    if sharding.is_fsdp() and recipe.data.eval:
+        raise MiaError(
+            "data.eval: evaluation during training needs whole weights on rank 0, and FSDP shards them; "
+            "leave data.eval out (mia-serve eval retrieval does it afterwards), or launch with DDP or ZeRO-2"
+        )
+    if arguments.deepspeed_plugin is not None and arguments.deepspeed_plugin.zero_stage == 3:
+        raise MiaError(
+            "deepspeed_config.zero_stage is 3; allowed: 1 and 2; for parameters in shards use "
+            "recipes/accelerate/fsdp.yaml"
+        )
+    if recipe.model.dtype == "nf4" and (sharding.is_fsdp() or sharding.is_deepspeed()):
+        raise MiaError(
+            "model.dtype: nf4 is trained by one process or under DDP, every process with the whole 4-bit base; launch "
+            "with recipes/accelerate/ddp.yaml, or set model.dtype: bf16"
+        )
+    if recipe.training.mini_batch_tokens is not None and sharding.is_deepspeed():
+        raise MiaError(
+            "training.mini_batch_tokens: the gradient cache makes several backward passes a step, and DeepSpeed allows "
+            "one; launch with DDP or FSDP, or leave it out"
+        )
 
 
 def _open_output(output: Path, resume: str | None) -> str | None:
@@ -155,7 +173,7 @@ def _step_of(checkpoint: str | Path) -> int | None:
         return None
 
 
-def planned_steps(recipe: Recipe, rows: int, world_size: int) -> int:
+def planned_steps(recipe: Recipe | GeneratorRecipe, rows: int, world_size: int) -> int:
     """Return the optimiser steps of a run: ``max_steps``, or what ``epochs`` passes over the rows take.
 
     Raises:
@@ -200,8 +218,7 @@ def training_arguments(recipe: Recipe, steps: int | None = None) -> TrainingArgu
         warmup_steps=min(training.warmup_steps(steps), steps),
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
-        bf16=training.bf16,
-        use_cpu=not torch.cuda.is_available(),
+        **sharding.backend_arguments(training.bf16),
         seed=training.seed,
         logging_steps=training.log_steps,
         logging_first_step=True,
@@ -236,10 +253,8 @@ def _finish(recipe: Recipe, encoder: Encoder, trainer: MiaTrainer, rows: list[Ro
         tokens_per_second=meter.tokens / max(meter.seconds, 1e-9),
         peak_memory_gib=peak_memory_gib(trainer.args.device),
     )
-    if trainer.is_fsdp_enabled:
-        trainer.save_model(str(output / "final"))
-    else:
-        distributed.on_main(lambda: _write_finished(recipe, encoder, trainer, rows, result))
+    weights = trainer.whole_weights()
+    distributed.on_main(lambda: _write_finished(recipe, encoder, trainer, rows, result, weights))
     if distributed.is_main():
         best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
         print(
@@ -254,8 +269,15 @@ def _finish(recipe: Recipe, encoder: Encoder, trainer: MiaTrainer, rows: list[Ro
     return result
 
 
-def _write_finished(recipe: Recipe, encoder: Encoder, trainer: MiaTrainer, rows: list[Row], result: RunResult) -> None:
-    publish(encoder, result.folder)
+def _write_finished(
+    recipe: Recipe,
+    encoder: Encoder,
+    trainer: MiaTrainer,
+    rows: list[Row],
+    result: RunResult,
+    weights: dict[str, torch.Tensor] | None,
+) -> None:
+    publish(encoder, result.folder, weights)
     write_run_facts(recipe, result.folder)
     device = trainer.args.device
     best = trainer.best_metrics if trainer.args.load_best_model_at_end else result.metrics

@@ -1,6 +1,6 @@
 """Worker of ``test_gradients.py``: the gradient of one fixed global batch of eight rows, in this world.
 
-    torchrun --nproc_per_node W -m tests.distributed.gradients MODEL_FOLDER OUT_FOLDER
+torchrun --nproc_per_node W -m tests.distributed.gradients MODEL_FOLDER OUT_FOLDER
 """
 
 from __future__ import annotations

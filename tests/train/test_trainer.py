@@ -254,7 +254,7 @@ def test_the_signature_view_trains_and_full_state_saves(
     final, saved = (Encoder.load(f, device="cpu") for f in (result.folder, result.folder / "checkpoint-4"))
     assert final.spec_hash == saved.spec_hash
     facts = json.loads((result.folder / "mia_run.json").read_text())
-    assert facts == {"base": str(tiny_qwen3), "e1": str(tiny_qwen3), "k_sum": 5}
+    assert facts == {"base": str(tiny_qwen3), "e1": str(tiny_qwen3), "k_sum": 5, "signature_mode": "coverage"}
 
 
 def test_the_joint_loss_trains(tiny_qwen3: Path, make_recipe: Build) -> None:
