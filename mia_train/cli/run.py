@@ -22,10 +22,10 @@ def run(
 ) -> None:
     """Train one recipe. For several processes: accelerate launch [...] -m mia_train run RECIPE."""
     from mia_serve.core.errors import MiaError
-    from mia_train.config import load_recipe, missing_inputs, recipe_warnings
+    from mia_train.config import GeneratorRecipe, load_any_recipe, missing_inputs, recipe_warnings
     from mia_train.launch import prepare_launch, process_rank
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_any_recipe(recipe, overrides or [])
     missing = missing_inputs(loaded)
     if missing:
         raise MiaError(f"{recipe}: {'; '.join(missing)}")
@@ -33,9 +33,14 @@ def run(
     if process_rank() == 0:
         for warning in recipe_warnings(loaded):
             typer.echo(f"warning: {warning}", err=True)
-    from mia_train.trainer import run as train
+    if isinstance(loaded, GeneratorRecipe):
+        from mia_train.generator.train import run as train_generator
 
-    train(loaded, resume)
+        train_generator(loaded, resume)
+    else:
+        from mia_train.trainer import run as train
+
+        train(loaded, resume)
 
 
 def check(
@@ -56,20 +61,28 @@ def check(
     from pathlib import Path
 
     from mia_serve.core.errors import MiaError
-    from mia_train.config import load_recipe
-    from mia_train.plan import format_plan, make_plan
+    from mia_train.config import GeneratorRecipe, load_any_recipe
+    from mia_train.generator.plan import GeneratorPlan, format_generator_plan, make_generator_plan
+    from mia_train.plan import Plan, format_plan, make_plan
 
     facts, wrong = [], False
     for path in recipes:
         try:
-            plan = make_plan(load_recipe(path, overrides or []), processes)
+            loaded = load_any_recipe(path, overrides or [])
+            plan: Plan | GeneratorPlan
+            if isinstance(loaded, GeneratorRecipe):
+                plan = make_generator_plan(loaded, processes)
+                lines = format_generator_plan(plan)
+            else:
+                plan = make_plan(loaded, processes)
+                lines = format_plan(plan)
         except MiaError as error:
             typer.echo(f"error: {error}", err=True)
             wrong = True
             continue
         facts.append({"recipe": path, **asdict(plan)})
         if json_file != "-":
-            typer.echo(f"{path}: valid\n{format_plan(plan)}")
+            typer.echo(f"{path}: valid\n{lines}")
         for warning in plan.warnings:
             typer.echo(f"warning: {path}: {warning}", err=True)
         for line in plan.missing:

@@ -1,0 +1,113 @@
+"""What a generator is shown: instruction, summary or signature, chunks, question, and how to answer.
+
+The order and the content of the blocks are those of MiA-RAG (arXiv 2512.17220, figures 17 to 22), the words are ours.
+Training builds its examples with the same function, so a generator is served what it was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_uppercase
+from typing import Literal, get_args
+
+from mia_serve.core.errors import MiaError
+
+Task = Literal["free", "choice", "letter", "claim"]
+TASKS: tuple[Task, ...] = get_args(Task)
+
+SUMMARY_HEADER = "## Book Summary:"
+SIGNATURE_HEADER = "## Global signature (session summaries):"
+
+_RULES: dict[Task, str] = {
+    "free": "Answer with one phrase, as short as it can be and still be right. Do not explain.",
+    "choice": (
+        "The story is fiction, and so is every crime in it. Choose the one option that is right. Reply with JSON and "
+        'nothing else, in the form {"answer": "x", "reasoning": "xxx"}, where x is the letter of that option.'
+    ),
+    "letter": "Choose the one option that is right. Reply with its letter, one of {letters}, and nothing else.",
+    "claim": (
+        "Answer TRUE only if the whole statement is true, and FALSE if any part of it is not. Reply in the form "
+        "<explanation>why, in at most one paragraph</explanation><answer>TRUE or FALSE</answer>."
+    ),
+}
+
+
+def build_prompt(
+    task: Task,
+    question: str,
+    chunks: Sequence[str],
+    summary: str | None = None,
+    signature: Sequence[str] | None = None,
+    options: Sequence[str] | None = None,
+) -> list[dict[str, str]]:
+    """Lay out the prompt of one question as chat messages.
+
+    A block without content is left out. A generator that was trained with summaries of whole books (MiA-Gen) should get
+    a signature as such a ``summary``, its texts in lines; others are told what it is and see it numbered.
+
+    Args:
+        task: How to answer. ``free``: a short phrase (NarrativeQA). ``choice``: JSON with the letter of an option
+            (DetectiveQA). ``letter``: the letter alone (InfiniteBench). ``claim``: an explanation and TRUE or FALSE
+            (NoCha).
+        question: The question; for ``claim`` the statement.
+        chunks: Evidence, best first.
+        summary: Summary of the whole book.
+        signature: Summaries of the sessions in σ.
+        options: For ``choice`` and ``letter``: the texts of the options, which are lettered from A.
+
+    Returns:
+        A system message (the instruction) and a user message.
+
+    Raises:
+        MiaError: Unknown task, no question, summary and signature at once, or options that do not fit the task.
+    """
+    _check(task, question, summary, signature, options)
+    context = [SUMMARY_HEADER, summary] if summary else []
+    if signature:
+        context = [SIGNATURE_HEADER, *(f"[S{i}] {text}" for i, text in enumerate(signature, start=1))]
+    blocks = ["\n".join(context)] if context else []
+    rule = _RULES[task]
+    if task == "claim":
+        if chunks:
+            blocks.append("<context>\n" + "\n\n".join(chunks) + "\n</context>")
+        blocks.append(f"<statement>{question}</statement>")
+        blocks.append("<question>Going by the context, is the statement TRUE or FALSE?</question>")
+    else:
+        if chunks:
+            blocks.append("## Relevant Contexts:\n" + "\n\n".join(chunks))
+        blocks.append(f"## Question:\n{question}")
+        if options:
+            letters = ascii_uppercase[: len(options)]
+            rule = rule.replace("{letters}", ", ".join(letters))
+            blocks.append("## Options:\n" + "\n".join(f"{x}. {text}" for x, text in zip(letters, options, strict=True)))
+    blocks.append(rule)
+    return [
+        {"role": "system", "content": _instruction(bool(summary), bool(signature), bool(chunks))},
+        {"role": "user", "content": "\n\n".join(blocks)},
+    ]
+
+
+def _instruction(summary: bool, signature: bool, chunks: bool) -> str:
+    sources = ["the summary of the book"] if summary else []
+    sources += ["the summaries of the sessions that matter here"] if signature else []
+    sources += ["the relevant passages"] if chunks else []
+    given = f" Go by {' and '.join(sources)} below." if sources else ""
+    return f"You are a helpful assistant who answers questions about a book accurately.{given}"
+
+
+def _check(
+    task: str, question: str, summary: str | None, signature: Sequence[str] | None, options: Sequence[str] | None
+) -> None:
+    if task not in TASKS:
+        raise MiaError(f"task={task!r}: allowed are {', '.join(map(repr, TASKS))}")
+    if not question.strip():
+        raise MiaError("question is empty: give the question, or for a claim the statement")
+    if summary and signature:
+        raise MiaError("summary and signature are both given: both tell of the whole book, so give one of them")
+    if isinstance(signature, str):
+        raise MiaError("signature is one string: give a list of summaries, or the string as summary")
+    wanted = task in ("choice", "letter")
+    if wanted and not (options and 2 <= len(options) <= len(ascii_uppercase)):
+        raise MiaError(f"task={task!r} needs options: give 2 to {len(ascii_uppercase)} texts")
+    if options and not wanted:
+        raise MiaError(f"task={task!r} has no options: leave them out, or take 'choice' or 'letter'")

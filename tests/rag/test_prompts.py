@@ -1,0 +1,145 @@
+"""Prompts, word for word: training and serving both depend on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mia_serve.core import MiaError
+from mia_serve.rag import build_prompt
+
+FREE = """\
+## Book Summary:
+A ferryman loses a lamp.
+
+## Relevant Contexts:
+One lamp was missing.
+
+He counted them twice.
+
+## Question:
+What was missing?
+
+Answer with one phrase, as short as it can be and still be right. Do not explain."""
+
+CHOICE = """\
+## Global signature (session summaries):
+[S1] He counts.
+[S2] She hides.
+
+## Relevant Contexts:
+One lamp was missing.
+
+## Question:
+Who took it?
+
+## Options:
+A. The ferryman
+B. Nobody
+
+The story is fiction, and so is every crime in it. Choose the one option that is right. Reply with JSON and nothing \
+else, in the form {"answer": "x", "reasoning": "xxx"}, where x is the letter of that option."""
+
+LETTER = """\
+## Relevant Contexts:
+One lamp was missing.
+
+## Question:
+Who took it?
+
+## Options:
+A. The ferryman
+B. Nobody
+C. {letters}
+
+Choose the one option that is right. Reply with its letter, one of A, B, C, and nothing else."""
+
+CLAIM = """\
+## Book Summary:
+A ferryman loses a lamp.
+
+<context>
+One lamp was missing.
+
+He counted them twice.
+</context>
+
+<statement>The ferryman took the lamp.</statement>
+
+<question>Going by the context, is the statement TRUE or FALSE?</question>
+
+Answer TRUE only if the whole statement is true, and FALSE if any part of it is not. Reply in the form \
+<explanation>why, in at most one paragraph</explanation><answer>TRUE or FALSE</answer>."""
+
+CHUNKS = ["One lamp was missing.", "He counted them twice."]
+SUMMARY = "A ferryman loses a lamp."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "user"),
+    [
+        ({"task": "free", "question": "What was missing?", "chunks": CHUNKS, "summary": SUMMARY}, FREE),
+        (
+            {
+                "task": "choice",
+                "question": "Who took it?",
+                "chunks": CHUNKS[:1],
+                "signature": ["He counts.", "She hides."],
+                "options": ["The ferryman", "Nobody"],
+            },
+            CHOICE,
+        ),
+        (
+            {
+                "task": "letter",
+                "question": "Who took it?",
+                "chunks": CHUNKS[:1],
+                "options": ["The ferryman", "Nobody", "{letters}"],
+            },
+            LETTER,
+        ),
+        ({"task": "claim", "question": "The ferryman took the lamp.", "chunks": CHUNKS, "summary": SUMMARY}, CLAIM),
+    ],
+)
+def test_each_task_reads_as_written_here(arguments: dict[str, Any], user: str) -> None:
+    system, turn = build_prompt(**arguments)
+    assert (system["role"], turn["role"]) == ("system", "user")
+    assert turn["content"] == user
+
+
+@pytest.mark.parametrize(
+    ("given", "go_by"),
+    [
+        ({"summary": SUMMARY}, " Go by the summary of the book and the relevant passages below."),
+        (
+            {"signature": ["a"]},
+            " Go by the summaries of the sessions that matter here and the relevant passages below.",
+        ),
+        ({}, " Go by the relevant passages below."),
+        ({"summary": SUMMARY, "chunks": []}, " Go by the summary of the book below."),
+        ({"chunks": []}, ""),
+    ],
+)
+def test_the_instruction_names_what_follows_and_nothing_else(given: dict[str, Any], go_by: str) -> None:
+    system, turn = build_prompt(**({"task": "free", "question": "Why?", "chunks": ["c"]} | given))
+    assert system["content"] == f"You are a helpful assistant who answers questions about a book accurately.{go_by}"
+    assert ("## Relevant Contexts:" in turn["content"]) == (given.get("chunks") != [])
+    assert ("## Book Summary:" in turn["content"]) == ("summary" in given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"task": "essay"}, "'free', 'choice', 'letter', 'claim'"),
+        ({"question": "  "}, "question is empty"),
+        ({"summary": "s", "signature": ["t"]}, "give one of them"),
+        ({"signature": "one text"}, "give a list of summaries"),
+        ({"task": "choice"}, "needs options"),
+        ({"task": "letter", "options": ["only one"]}, "2 to 26"),
+        ({"options": ["a", "b"]}, "has no options"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(MiaError, match=said):
+        build_prompt(**({"task": "free", "question": "Why?", "chunks": []} | arguments))
