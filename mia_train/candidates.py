@@ -66,6 +66,8 @@ class Candidates:
             The group has a say because one question may be put to many books ("Who is the hero?"): there the other
             book's answer is the best negative for an encoder that reads a signature.
 
+        foreign: Rows none of whose positives is in their haystack, by text.
+
     Raises:
         MiaError: Ids of the corpus repeat, or it has no groups though they are asked for.
     """
@@ -94,6 +96,10 @@ class Candidates:
         self._pools: dict[tuple[str, tuple[str, ...] | None], Pool] = {}
         self._find_positives()
         self.groups = [self._groups_of(i) for i in range(len(rows))]
+        self.foreign = sum(
+            self.pool(hay, None).of_key.keys().isdisjoint(text_key(p.text) for p in row.positives)
+            for row, hay in zip(rows, self.haystacks, strict=True)
+        )
 
     def _find_positives(self) -> None:
         self._ids = [{p.id for p in row.positives} for row in self.rows]

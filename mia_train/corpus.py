@@ -60,7 +60,7 @@ def read_corpus(path: str | Path) -> list[Document]:
             where = f"{path}:{number}"
             try:
                 raw = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")) if line.strip() else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise MiaError(f"{where}: not JSON in UTF-8; write one object a line") from None
             if raw is None:
                 continue

@@ -153,13 +153,19 @@ class _Miner:
         for row, chunk in enumerate(self.chunks):
             self.by_book.setdefault(chunk.book_id, []).append(row)
         gold = {chunk_id for query in haystack.queries for chunk_id in query.gold}
+        # Some questions of a book are asked twice, with other gold: it is no negative of either.
+        self.same: dict[tuple[str, int], list[Chunk]] = {}
+        for query in haystack.queries:
+            found = self.same.setdefault((query.group, text_key(query.text)), [])
+            found += [self.chunks[self.row_of[chunk_id]] for chunk_id in query.gold]
         self.books = {self.chunks[self.row_of[chunk_id]].book_id for chunk_id in gold}
 
     def row(self, query: Query, ranked: list[int], chosen: Chosen | None, source: str) -> Row:
         """Return the training row of a question; ``ranked`` are chunk rows, best first."""
         random = np.random.default_rng([self.seed, id_key(query.id) % 2**63])
         gold = [self.chunks[self.row_of[chunk_id]] for chunk_id in query.gold]
-        taken_ids, taken_texts = {c.id for c in gold}, {text_key(c.text) for c in gold}
+        known = self.same[query.group, text_key(query.text)]
+        taken_ids, taken_texts = {c.id for c in known}, {text_key(c.text) for c in known}
 
         def take(candidates: Sequence[int], count: int, kind: str) -> list[Passage]:
             chosen: list[Passage] = []

@@ -69,6 +69,8 @@ class MiningReport:
         simple: Simple negatives.
         rows_without_negative: Rows that got none of either kind; they are kept.
         rows_without_group: Rows whose group is not in the corpus: they get no simple negatives.
+        rows_without_positive: Rows none of whose positives is in the corpus, by text. If it holds the same books in
+            another cut, passages with the answer are not known as such and become negatives.
         positive_scores: Of all positives, by the score that the margins compare.
         negative_scores: Of the hard negatives chosen.
         encoded: Texts that were encoded.
@@ -85,6 +87,7 @@ class MiningReport:
     simple: Found
     rows_without_negative: int
     rows_without_group: int
+    rows_without_positive: int
     positive_scores: Distribution | None
     negative_scores: Distribution | None
     encoded: int
@@ -135,6 +138,7 @@ class Tally:
             simple=wanted["simple"],
             rows_without_negative=self._bare,
             rows_without_group=sum(not groups for groups in candidates.groups),
+            rows_without_positive=candidates.foreign,
             positive_scores=Distribution.of(self._positives),
             negative_scores=Distribution.of(self._negatives),
             encoded=embedder.encoded,
@@ -162,6 +166,11 @@ def format_report(report: MiningReport) -> str:
     lines.append(f"rows without any negative: {report.rows_without_negative} (kept)")
     if report.rows_without_group:
         lines.append(f"rows whose group is not in the corpus: {report.rows_without_group}")
+    if report.rows_without_positive:
+        lines.append(
+            f"rows whose positives are not in the corpus, by text: {report.rows_without_positive}; is it the one that "
+            "they were made from? In another cut of it, negatives may hold the answer"
+        )
     if report.hard.missing:
         active = [rule for rule, count in report.dropped.items() if count and rule not in _EXCLUSIONS]
         lines.append(f"hard negatives are missing; to find more, relax {', '.join(['range_max', *active])}")

@@ -116,7 +116,10 @@ def read_run(path: str | Path) -> RunLog:
     file = Path(path) / LOG_FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{path}: no {LOG_FILE} there; give the training.output_dir of a run")
-    texts = file.read_text("utf-8").splitlines(keepends=True)
+    try:
+        texts = file.read_text("utf-8-sig").splitlines(keepends=True)
+    except UnicodeDecodeError:
+        raise MiaError(f"{file}: not a training log, which is UTF-8") from None
     lines = []
     for number, text in enumerate(texts, start=1):
         try:
@@ -124,7 +127,8 @@ def read_run(path: str | Path) -> RunLog:
             values = [value for value in line.values() if value is not None]
             if not isinstance(line["step"], int) or not all(isinstance(value, int | float) for value in values):
                 raise TypeError
-        except (ValueError, KeyError, TypeError, AttributeError):
+            np.int64(line["step"]), [float(value) for value in values]
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             if number == len(texts) and not text.endswith("\n"):
                 break
             raise MiaError(f"{file}:{number}: not a line of a training log (numbers by name, with a step)") from None
@@ -140,7 +144,7 @@ def panels_of(runs: Sequence[RunLog]) -> list[Panel]:
         Panel(panel.title, {key: label for key, label in panel.lines.items() if any(run.has(key) for run in runs)})
         for panel in PANELS
     ]
-    if any(value for run in runs for value in run.series("skipped_steps")[1]):
+    if any(value > 0 for run in runs for value in run.series("skipped_steps")[1]):
         panels.append(Panel("skipped steps so far", {"skipped_steps": "skipped"}))
     keys = dict.fromkeys(key for run in runs for line in run.lines for key in line if key.startswith("eval_"))
     plain = {key: key.replace("eval_", "eval_plain_", 1) for key in keys}

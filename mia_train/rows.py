@@ -116,8 +116,9 @@ def _read_raw(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, json.loads(line)
             except UnicodeDecodeError as error:
                 raise MiaError(f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line); convert it") from None
-            except json.JSONDecodeError as error:
-                raise MiaError(f"{path}:{number}: not JSON ({error.msg}); write one object a line") from None
+            except (ValueError, RecursionError) as error:  # beside wrong JSON: too many digits, nested too deeply
+                said = getattr(error, "msg", str(error))
+                raise MiaError(f"{path}:{number}: not JSON ({said}); write one object a line") from None
 
 
 def parse_row(raw: Any, where: str) -> Row:
@@ -135,6 +136,7 @@ def parse_row(raw: Any, where: str) -> Row:
     for key in ("group", "source"):
         if not isinstance(raw.get(key) or "", str):
             raise MiaError(f"{where}: {key!r} is {raw[key]!r}; it must be a string, or left out")
+        _whole(raw.get(key) or "", f"{where}: {key!r}")
     positives = _passages(raw.get("positives"), f"{where}: 'positives'")
     if not positives:
         raise MiaError(f"{where}: row without a positive; drop it or give at least one {{'id', 'text'}}")
@@ -161,6 +163,10 @@ def parse_row(raw: Any, where: str) -> Row:
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise MiaError(f"{where} is {'empty' if value == '' else repr(value)}; it must be a non-empty string")
+    return _whole(value, where)
+
+
+def _whole(value: str, where: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise MiaError(f"{where} holds half of a surrogate pair, which is no text; clean the file")
     return value
@@ -179,11 +185,19 @@ def _passages(raw: Any, where: str) -> tuple[Passage, ...]:
         if kind not in KINDS:
             raise MiaError(f"{where}[{i}].kind is {kind!r}; allowed: {', '.join(KINDS)}")
         score = item.get("score")
-        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or not isfinite(score)):
-            raise MiaError(f"{where}[{i}].score is {score!r}; it must be a finite number, or left out")
+        if score is not None and not _is_number(score):
+            raise MiaError(f"{where}[{i}].score is {score!r}; it must be a finite number below 1e30, or left out")
         text = _text(item["text"], f"{where}[{i}].text")
         found.append(Passage(_text(item["id"], f"{where}[{i}].id"), text, kind, score))
     return tuple(found)
+
+
+def _is_number(value: Any) -> bool:
+    # Teacher scores go into float32 and through softmax(score / temperature): far beyond 1e30 that is no number.
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and isfinite(value) and abs(value) < 1e30
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _passage_json(passage: Passage, *, negative: bool) -> dict[str, Any]:

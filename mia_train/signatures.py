@@ -15,7 +15,7 @@ from mia_serve.core import Encoder, MiaError
 from mia_serve.mindscape import Mindscape
 from mia_serve.retriever import Retriever
 from mia_serve.signature import Signature
-from mia_train.rows import Row, id_key
+from mia_train.rows import Row, id_key, text_key
 
 SignatureMode = Literal["coverage", "first_k", "global_summary"]
 
@@ -116,14 +116,15 @@ def sign_rows(
 
     Raises:
         FileNotFoundError: There is no such folder.
-        MiaError: It is no mindscape, or positives are not in it though ``mode`` or ``gold_share`` need them.
+        MiaError: It is no mindscape, or positives are not in it, by id and text, though ``mode`` or ``gold_share`` need
+            them.
     """
     bare = [i for i, row in enumerate(rows) if not row.signature]
     if not bare:
         return list(rows)
     mindscape = Mindscape.load(folder)
     asked = [Asked(rows[i].query_id, rows[i].query, tuple(p.id for p in rows[i].positives)) for i in bare]
-    _check_positives(asked, mindscape, folder, needed=mode == "global_summary" or gold_share > 0)
+    _check_positives([rows[i] for i in bare], mindscape, folder, needed=mode == "global_summary" or gold_share > 0)
     retriever = Retriever(mindscape, e1, k0=k0, k_sum=k_sum, vectors=kept_vectors(Path(folder), e1))
     chosen = choose_signatures(retriever, asked, mode, gold_share, seed)
     say_found(Path(folder).name, chosen)
@@ -133,18 +134,21 @@ def sign_rows(
     return signed
 
 
-def _check_positives(asked: Sequence[Asked], mindscape: Mindscape, folder: str | Path, needed: bool) -> None:
+def _check_positives(rows: Sequence[Row], mindscape: Mindscape, folder: str | Path, needed: bool) -> None:
     """Refuse rows without a positive in the mindscape where one is needed, and say how many there are elsewhere."""
-    known = {chunk.id for chunk in mindscape.chunks}
-    foreign = [query for query in asked if known.isdisjoint(query.positives)]
+    known = {chunk.id: text_key(chunk.text) for chunk in mindscape.chunks}
+    # Books that are cut anew have the same ids (book:0, book:1, ...): only the text tells that it is another chunk.
+    foreign = [row for row in rows if all(known.get(p.id) != text_key(p.text) for p in row.positives)]
     if not foreign:
         return
-    count = f"{len(foreign)} of {len(asked)} rows"
+    first = foreign[0].positives[0]
+    lack = f"another text for chunk {first.id!r}" if first.id in known else f"no chunk {first.id!r}"
+    count = f"{len(foreign)} of {len(rows)} rows"
     if needed:
         raise MiaError(
-            f"data.mindscape: {folder} has no chunk {foreign[0].positives[0]!r}, a positive of row "
-            f"{foreign[0].id!r}; so it is with {count}. Give the mindscape that the rows were made from, or set "
-            "data.signature_gold: 0 and a data.signature_mode other than global_summary"
+            f"data.mindscape: {folder} has {lack}, a positive of row {foreign[0].query_id!r}; so it is with {count}. "
+            "Give the mindscape that the rows were made from, or set data.signature_gold: 0 and a data.signature_mode "
+            "other than global_summary"
         )
     print(f"data.mindscape: the positives of {count} are not in {folder}; is it theirs?", file=sys.stderr)
 

@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +46,9 @@ class SilverSettings:
         simple: Simple negatives, drawn evenly from the same book.
         seed: Of the draws; together with the question's id.
         max_tokens: Of a reply.
+
+    Raises:
+        MiaError: Without a language model, ``keep`` is above ``candidates``.
     """
 
     filter: Literal["llm", "none"] = "llm"
@@ -56,6 +59,11 @@ class SilverSettings:
     simple: int = 5
     seed: int = 0
     max_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        """Refuse more silver units than there are candidates, which would quietly be fewer."""
+        if self.filter == "none" and self.keep > self.candidates:
+            raise MiaError(f"keep is {self.keep}, but the vote leaves {self.candidates} candidates; keep at most those")
 
     @property
     def source(self) -> str:
@@ -291,6 +299,13 @@ def _finish(
 ) -> Silver:
     """Turn decisions into rows, and count."""
     of_chunks, of_nodes = _Drawer(chunks, settings), _Drawer(nodes, settings)
+    asked = {q.id: (q.book, text_key(q.text)) for q in questions}
+    # Asked twice (with another answer), a question has evidence in both rows: what supports one answer is no negative
+    # of the other.
+    known: dict[tuple[str | None, int], set[str]] = {}
+    for question_id, found in silver.items():
+        if question_id in asked:
+            known.setdefault(asked[question_id], set()).update(found.chunks, found.nodes)
     rows = []
     for question in questions:
         chosen = silver.get(question.id)
@@ -298,8 +313,12 @@ def _finish(
             continue
         node_part = None
         if chosen.nodes:
-            node_part = Nodes(*of_nodes.draw(question, candidates[question.id].nodes, chosen.nodes))
-        positives, negatives = of_chunks.draw(question, candidates[question.id].chunks, chosen.chunks)
+            node_part = Nodes(
+                *of_nodes.draw(question, candidates[question.id].nodes, chosen.nodes, known[asked[question.id]])
+            )
+        positives, negatives = of_chunks.draw(
+            question, candidates[question.id].chunks, chosen.chunks, known[asked[question.id]]
+        )
         rows.append(
             Row(
                 query_id=question.id,
@@ -344,11 +363,14 @@ class _Drawer:
         self.rows_of = rows_of_books(units)
 
     def draw(
-        self, question: Question, candidates: Sequence[str], silver: Sequence[str]
+        self, question: Question, candidates: Sequence[str], silver: Sequence[str], known: Set[str]
     ) -> tuple[tuple[Passage, ...], tuple[Passage, ...]]:
-        """Return positives and negatives; no negative has the id or the normalised text of another passage."""
+        """Return positives and negatives; no negative has the id or the normalised text of another passage.
+
+        Nor of one in ``known``: the ids of the evidence of all rows with this question.
+        """
         positives = tuple(Passage(unit_id, self.unit_of[unit_id].text) for unit_id in silver)
-        taken = {text_key(passage.text) for passage in positives}
+        taken = {text_key(self.unit_of[unit_id].text) for unit_id in known if unit_id in self.unit_of}
         negatives: list[Passage] = []
 
         def take(units: Iterable[Unit], count: int, kind: str) -> None:

@@ -104,8 +104,9 @@ def _objects(path: str | Path, allowed: tuple[str, ...]) -> Iterator[tuple[str, 
                 raw = json.loads(text)
             except UnicodeDecodeError as error:
                 raise MiaError(f"{where}: not UTF-8 (byte {error.start + 1} of the line); convert it") from None
-            except json.JSONDecodeError as error:
-                raise MiaError(f"{where}: not JSON ({error.msg}); write one object a line") from None
+            except (ValueError, RecursionError) as error:  # beside wrong JSON: too many digits, nested too deeply
+                said = getattr(error, "msg", str(error))
+                raise MiaError(f"{where}: not JSON ({said}); write one object a line") from None
             if not isinstance(raw, dict):
                 raise MiaError(f"{where}: a {type(raw).__name__}; write one object a line")
             unknown = [key for key in raw if key not in allowed]

@@ -50,8 +50,6 @@ def main() -> int:
             "steps": log[-1]["step"],
             "examples": log[-1]["total_rows"],
             "tokens": log[-1]["total_tokens"],
-            "seconds": round(log[-1]["total_seconds"], 1),
-            "tokens_per_s": round(log[-1]["total_tokens"] / log[-1]["total_seconds"], 1),
             "loss": [[line["step"], round(line["loss"], 4)] for line in log],
             "token_accuracy": [[line["step"], round(line["mean_token_accuracy"], 4)] for line in log],
         },

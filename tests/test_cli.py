@@ -134,6 +134,18 @@ def test_bad_input_is_one_line_and_exit_2(run: Run, tmp_path: Path, tiny_bert: P
         ("mindscape", "build", "-o", tmp_path / "m", "--encoder", tiny_bert): "--data NAME or --books FOLDER",
         ("mindscape", "build", "-o", tmp_path / "m", "--encoder", tiny_bert, "--books", tmp_path): "no .txt file",
         ("mindscape", "build", "-o", ROOT, "--encoder", tiny_bert, "--data", "saltmarsh"): "is not a mindscape",
+        (
+            "mindscape",
+            "build",
+            "-o",
+            tmp_path / "m",
+            "--encoder",
+            tiny_bert,
+            "--data",
+            "saltmarsh",
+            "--summaries",
+            "keywords",
+        ): "saltmarsh brings its own",
         ("mindscape", "show", tmp_path / "none"): "no such folder",
         ("index", "info", tmp_path / "none"): "no index here",
     }

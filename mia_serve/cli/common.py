@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -153,6 +153,25 @@ def check_output(path: str | Path | None, what: str, *, overwrite: bool = True) 
         raise MiaError(f"{what} {str(path)!r} is a folder; give a file")
     if not overwrite and target.exists():
         raise MiaError(f"{what} {str(path)!r} exists; give a new path or remove it first")
+
+
+def check_apart(outputs: Mapping[str, str | Path | None], inputs: Mapping[str, str | Path | None]) -> None:
+    """Refuse outputs that would overwrite an input or one another, however their paths are written.
+
+    Args:
+        outputs: Option -> path to be written; None and ``-`` are left out.
+        inputs: Option -> path that is read; None is left out.
+
+    Raises:
+        MiaError: Two are the same file.
+    """
+    place = {os.path.realpath(path): what for what, path in inputs.items() if path is not None}
+    for what, path in outputs.items():
+        if path is None or str(path) == "-":
+            continue
+        other = place.setdefault(os.path.realpath(path), what)
+        if other != what:
+            raise MiaError(f"{what} {str(path)!r} is the file of {other}; give another, so that neither is lost")
 
 
 def check_query(text: str) -> None:

@@ -59,6 +59,8 @@ def build(
     check_output(json_to, "--json")
     if (data is None) == (books is None):
         raise ValueError("give the texts once: either --data NAME or --books FOLDER")
+    if data is not None and summaries is not Summaries.extractive:
+        raise ValueError(f"--summaries {summaries.value} is for --books; {data.value} brings its own, leave it out")
     _check_target(out)
     files = _book_files(books) if books is not None else []
     model = load_encoder(encoder, device)

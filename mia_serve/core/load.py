@@ -226,7 +226,10 @@ def _check_fits(name: str, spec: EncoderSpec, config: Any) -> None:
 
 def adapter_base(facts: FolderFacts) -> str:
     """Return the name of the model under an adapter-only folder; a relative one counts from that folder."""
-    base = _json(facts.backbone / "adapter_config.json").get("base_model_name_or_path")
+    config = _json(facts.backbone / "adapter_config.json")
+    if not isinstance(config, dict):
+        raise MiaError(f"{facts.backbone / 'adapter_config.json'} holds no JSON object; get or save the folder again")
+    base = config.get("base_model_name_or_path")
     if (
         facts.kind == "mia"
     ):  # adapter_config.json holds what other libraries can open; the spec holds what was asked for

@@ -109,6 +109,8 @@ class EncoderSpec:
                 f"{source}: the template was edited by hand (hash {template.hash}, recorded {recorded}); "
                 "vectors would change silently: save the encoder again with the new template"
             )
-        if "matryoshka" in raw:
-            raw["matryoshka"] = tuple(raw["matryoshka"])
+        widths = raw.get("matryoshka", [])
+        if not isinstance(widths, list) or not all(type(width) is int and width >= 1 for width in widths):
+            raise MiaError(f"{source}: matryoshka is {widths!r}; allowed: a list of widths; save the encoder again")
+        raw["matryoshka"] = tuple(widths)
         return cls(template=template, **raw)

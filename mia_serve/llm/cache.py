@@ -60,6 +60,14 @@ def call_key(
     return hashlib.sha256(json.dumps(call, ensure_ascii=False, sort_keys=True).encode()).hexdigest()
 
 
+def _is_reply(entry: dict[str, Any]) -> bool:
+    failed, usage = entry.get("failed"), entry.get("usage")
+    said = all(isinstance(entry.get(key), str) for key in ("text", "finish_reason"))
+    counted = isinstance(usage, list) and len(usage) == 2 and all(isinstance(count, int) for count in usage)
+    told = isinstance(failed, dict) and {"reason", "detail", "status"} <= failed.keys()
+    return isinstance(entry.get("key"), str) and (told if "failed" in entry else said and counted)
+
+
 class ReplyCache:
     """A file of replies (JSON lines): key, model, seed, reply; no prompts and no API key.
 
@@ -87,7 +95,7 @@ class ReplyCache:
         if self.path.is_dir() or not self.path.absolute().parent.is_dir():
             raise MiaError(f"{path}: give a file in a folder that exists")
         for entry in self._journal.read():
-            if not isinstance(entry.get("key"), str) or not {"text", "failed"} & entry.keys():
+            if not _is_reply(entry):
                 raise MiaError(f"{path} holds other records than replies; give another file")
             self._entries[entry["key"]] = entry
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
+from urllib.parse import urlsplit
 
 from mia_serve.core.errors import MiaError
 from mia_serve.llm.cache import Reply, ReplyCache, Usage, call_key
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 #: Environment variables that may hold the API key, first wins.
 KEY_SETTINGS = ("MIA_LLM_KEY", "OPENAI_API_KEY")
 _NO_KEY = "none"  # local servers take any
+_ABSENT = object()
 _LARGER = 4  # times the limit of tokens, for a reply that was cut off
 
 
@@ -56,7 +58,7 @@ class ChatClient:
         seed: Of the sampling, where the endpoint honours it.
 
     Raises:
-        MiaError: The address is not one, a number is out of range, or the package ``openai`` is missing.
+        MiaError: The address or the key is not one, a number is out of range, or the package ``openai`` is missing.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class ChatClient:
         self.base_url, self.model, self.cache = base_url, model, cache
         self.temperature, self.seed, self.concurrency = temperature, seed, concurrency
         self.stats = Stats()
-        self._key = api_key or next((os.environ[name] for name in KEY_SETTINGS if os.environ.get(name)), _NO_KEY)
+        self._key = _checked_key(api_key or next((os.environ[n] for n in KEY_SETTINGS if os.environ.get(n)), _NO_KEY))
         self._api: AsyncOpenAI | None = None
         if cache is None or cache.mode != "replay":
             self._api = _connect(base_url, self._key, timeout, max_retries)
@@ -159,19 +161,21 @@ class ChatClient:
                 hint = "; does the address end in /v1, and is the model's name right?" * (error.status_code == 404)
                 detail = f"{self.base_url} answered {error.status_code}: {self._shown(error.message)}{hint}"
                 raise LlmFailed("http", detail, error.status_code) from None
-            except (openai.OpenAIError, ValueError) as error:
+            except (openai.OpenAIError, ValueError, RecursionError) as error:
                 raise self._foreign(str(error)) from None
 
     def _reply(self, completion: Any) -> Reply:
         """Read a completion; local servers leave out fields that the protocol has."""
         choices = getattr(completion, "choices", None)
-        if not choices or getattr(choices[0], "message", None) is None:
+        first = choices[0] if isinstance(choices, list) and choices else None
+        content = getattr(getattr(first, "message", None), "content", _ABSENT)  # the openai package checks no types
+        if not isinstance(content, str | None):
             raise self._foreign(str(completion))
         used = getattr(completion, "usage", None)
-        usage = Usage(getattr(used, "prompt_tokens", 0) or 0, getattr(used, "completion_tokens", 0) or 0)
+        usage = Usage(_count(getattr(used, "prompt_tokens", 0)), _count(getattr(used, "completion_tokens", 0)))
         self.stats.prompt_tokens += usage.prompt_tokens
         self.stats.completion_tokens += usage.completion_tokens
-        return Reply(choices[0].message.content or "", choices[0].finish_reason or "stop", usage)
+        return Reply(_encodable(content or ""), _encodable(str(getattr(first, "finish_reason", None) or "stop")), usage)
 
     def _foreign(self, got: str) -> LlmFailed:
         return LlmFailed(
@@ -181,7 +185,7 @@ class ChatClient:
 
     def _shown(self, text: str) -> str:
         """Return one short line; an endpoint may echo the key."""
-        line = " ".join(text.split())
+        line = _encodable(" ".join(text.split()))
         return (line if self._key == _NO_KEY else line.replace(self._key, "***"))[:300]
 
     async def close(self) -> None:
@@ -198,8 +202,33 @@ class ChatClient:
         await self.close()
 
 
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _encodable(text: str) -> str:
+    """Put a ? for half of a surrogate pair, which a model may well reply and no file can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _checked_key(key: str) -> str:
+    """Return a key without the line break that it has out of a file; the message about a wrong one does not show it."""
+    key = key.strip() or _NO_KEY
+    if not key.isascii() or not key.isprintable():
+        raise MiaError("the API key holds a line break or a character that is not ASCII; set it again")
+    return key
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
+    except ValueError:  # a port that is none, or half of an IPv6 address
+        return False
+
+
 def _connect(base_url: str | None, key: str, timeout: float, max_retries: int) -> AsyncOpenAI:
-    if not base_url or not base_url.startswith(("http://", "https://")):
+    if not base_url or not _is_address(base_url) or " " in base_url:
         raise MiaError(f"address {base_url!r} of the language model: give one such as http://localhost:8000/v1")
     try:
         from openai import AsyncOpenAI, Timeout

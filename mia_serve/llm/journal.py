@@ -36,17 +36,29 @@ class Journal:
                 raise MiaError(f"{self.path}: another run is writing it; wait for it, or give another output") from None
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the whole records, oldest first; none where there is no file."""
+        """Yield the whole records, oldest first; none where there is no file.
+
+        Raises:
+            MiaError: The file is something else, which would be spoilt by what is added.
+        """
         if not self.path.is_file():
             return
+        found, others, cut = 0, 0, True
         with self.path.open("rb") as file:
             for line in file:
                 try:
                     record = json.loads(line)
-                except ValueError:  # a writer was killed in the middle of it
+                except (ValueError, RecursionError):  # a writer was killed in the middle of it
+                    others += bool(line.strip())
+                    cut = line.startswith(b"{")
                     continue
                 if isinstance(record, dict):
+                    found += 1
                     yield record
+                else:
+                    others, cut = others + 1, False
+        if not found and others and not (others == 1 and cut):
+            raise MiaError(f"{self.path} holds no records of this program; give another file, which it may add to")
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one record, in a single write so that lines of several writers do not mix."""

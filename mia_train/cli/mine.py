@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mia_serve.cli.common import Backend, BackendOption, DeviceOption, JsonOption, check_output, emit
+from mia_serve.cli.common import Backend, BackendOption, DeviceOption, JsonOption, check_apart, check_output, emit
 
 if TYPE_CHECKING:
     import torch
@@ -145,8 +145,7 @@ def _check_paths(source: str, out: Path, mindscape: Path | None, corpus: Path | 
 
     if out.suffix != ".jsonl":
         raise MiaError(f"--out {str(out)!r}: rows are written as .jsonl")
-    if out.absolute() == Path(source).absolute():
-        raise MiaError(f"--out {str(out)!r} is the file that is read; give another, so that mining can be repeated")
+    check_apart({"--out": out, "--json": json_to}, {"the rows that are read": source, "--corpus": corpus})
     if mindscape is not None and corpus is not None:
         raise MiaError("--mindscape and --corpus both name the corpus; give one")
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from mia_serve.cli.common import DeviceOption, JsonOption, check_output
+from mia_serve.cli.common import DeviceOption, JsonOption, check_apart, check_output
 
 if TYPE_CHECKING:
     from mia_serve.llm import ChatClient
@@ -78,7 +78,9 @@ def silver(
     if out.suffix != ".jsonl":
         raise MiaError(f"--out {str(out)!r}: rows are written as .jsonl; give such a name")
     report_file, work = (out.with_name(out.name + end) for end in (".report.json", ".work"))
-    for path, what in ((out, "--out"), (report_file, "the report"), (json_to, "--json")):
+    written = {"--out": out, "the report": report_file, "the work file": work, "--json": json_to}
+    check_apart(written | {"--llm-cache": llm_cache}, {"--questions": questions, "--nodes": nodes})
+    for what, path in written.items():
         check_output(path, what)
     client = _client(filter_, llm, llm_model, llm_cache, replay, concurrency)
     if filter_ is Filter.llm and keep is not None:

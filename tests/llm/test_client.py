@@ -88,6 +88,10 @@ def test_a_server_error_is_tried_again():
         (b"<html>hello</html>", "bad response", 1, True, False),
         (b'{"detail": "not a completion"}', "bad response", 1, True, False),
         (b'{"choices": []}', "bad response", 1, True, False),
+        (b'{"choices": {"a": 1}}', "bad response", 1, True, False),
+        (b'{"choices": [{"message": "hi"}]}', "bad response", 1, True, False),
+        (b'{"choices": [{"message": {"content": ["hi"]}}]}', "bad response", 1, True, False),
+        (b"[" * 200_000, "bad response", 1, True, False),
     ],
 )
 def test_a_failure_has_its_reason(answer: Any, label: str, requests: int, transient: bool, hopeless: bool):
@@ -114,7 +118,20 @@ def test_SRV_24_a_reply_cut_off_is_asked_for_once_more_with_a_larger_limit_and_t
     assert failure.reason == "truncated" and made == 2 and "32 tokens" in str(failure)
 
 
-@pytest.mark.parametrize("url", [None, "", "localhost:8000/v1", "file:///etc"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        None,
+        "",
+        "localhost:8000/v1",
+        "file:///etc",
+        "http://h:x/v1",
+        "http://h:99999/v1",
+        "http://[::1",
+        "http://h/v1\n",
+        "http://",
+    ],
+)
 def test_what_is_no_address_is_told_at_once(url: str | None):
     with pytest.raises(MiaError, match="http://localhost:8000/v1"):
         ChatClient(url, "m")
@@ -192,6 +209,52 @@ def test_another_file_is_not_taken_for_a_cache(tmp_path: Path):
         ReplyCache(rows)
     with pytest.raises(FileNotFoundError, match="record them first"):
         ReplyCache(tmp_path / "none.jsonl", "replay")
+
+
+@pytest.mark.parametrize("content", ["Chapter 1\n", "a,b\n1,2\n", "1\n", '{\n "rows": 1\n}\n', "\x00\x01"])
+def test_a_file_of_something_else_is_not_added_to(tmp_path: Path, content: str):
+    file = tmp_path / "book.txt"
+    file.write_text(content)
+    with pytest.raises(MiaError, match="holds no records of this program"):
+        ReplyCache(file)
+    assert file.read_text() == content
+    file.write_text('{"key": "ab", "te')  # what a killed writer leaves of its first record
+    assert ReplyCache(file).get("ab", "m") is None
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"key": "k", "text": "hi"},
+        {"key": "k", "text": 5, "finish_reason": "stop", "usage": [1, 2]},
+        {"key": "k", "text": "hi", "finish_reason": "stop", "usage": [1, 2, 3]},
+        {"key": "k", "failed": "x"},
+    ],
+)
+def test_a_reply_that_was_edited_by_hand_is_refused(tmp_path: Path, entry: dict[str, Any]):
+    (tmp_path / "c.jsonl").write_text(json.dumps(entry) + "\n")
+    with pytest.raises(MiaError, match="other records"):
+        ReplyCache(tmp_path / "c.jsonl", "replay")
+
+
+def test_half_of_a_surrogate_pair_and_odd_counts_of_tokens_stop_no_run(tmp_path: Path):
+    said = {"choices": [{"message": {"content": "hi \ud800"}, "finish_reason": 1}], "usage": {"prompt_tokens": "7"}}
+    with serving(lambda body: json.dumps(said).encode()) as stub:
+        for _ in range(2):  # the second time out of the cache
+            (reply,) = ask(stub.url, "hi", cache=ReplyCache(tmp_path / "c.jsonl"))
+            assert (reply.text, reply.finish_reason, reply.usage.prompt_tokens) == ("hi ?", "1", 0)
+    assert len(stub.requests) == 1
+
+
+def test_a_key_out_of_a_file_loses_its_line_break_and_a_broken_one_is_not_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MIA_LLM_KEY", "sk-very-secret\n")
+    with serving(echo) as stub:
+        ask(stub.url, "hi")
+    assert stub.keys == ["Bearer sk-very-secret"]
+    for key in ("sk-very\nsecret", "sk-very-secr\u00e9t"):
+        with pytest.raises(MiaError, match="set it again") as caught:
+            ChatClient("http://h/v1", "m", api_key=key)
+        assert "sk-" not in str(caught.value)
 
 
 def test_the_key_comes_from_the_environment_and_is_written_nowhere(

@@ -256,6 +256,9 @@ def test_an_output_that_exists_or_has_no_folder_is_refused(tiny_bert: Path, tmp_
         merge_adapter(adapter, tmp_path / "merged")
     with pytest.raises(FileNotFoundError, match="create it first"):
         merge_adapter(adapter, tmp_path / "deep" / "merged")
+    (adapter / "adapter_config.json").write_text("[]")
+    with pytest.raises(MiaError, match=r"adapter_config\.json holds no JSON object"):
+        merge_adapter(adapter, tmp_path / "other")
     assert left_behind(tmp_path) == {"adapter", "merged"} and not left_behind(tmp_path / "merged")
 
 

@@ -26,6 +26,7 @@ from mia_train.cli import main
 from mia_train.corpus import corpus_of_rows, read_corpus
 from mia_train.embedding import Embedder
 from mia_train.mining import MiningSettings, mine, select
+from mia_train.mining_report import format_report
 from mia_train.rescore import CrossEncoderTeacher, EncoderTeacher
 from mia_train.rows import Passage, Row, read_rows, text_key, write_rows
 from mia_train.vector_cache import text_digest
@@ -529,6 +530,20 @@ def test_a_corpus_file_or_a_mindscape_bounds_the_negatives(tiny_bert: Path, tmp_
     file.write_text('{"id": "a", "text": "one"}\n{"id": "a", "text": "two"}\n')
     with pytest.raises(MiaError, match=r"corpus.jsonl:2: id 'a' has another text"):
         read_corpus(file)
+    file.write_text("[" * 200_000)
+    with pytest.raises(MiaError, match=r"corpus.jsonl:1: not JSON"):
+        read_corpus(file)
+
+
+def test_rows_whose_positives_are_not_in_the_corpus_are_counted() -> None:
+    """A mindscape that was cut anew has the same ids: only the texts tell."""
+    rows = [row("A 0.9", query_id="q0"), row("B 0.8", query_id="q1", query="r")]
+    corpus = [*documents("B 0.8", "C 0.5", "D 0.4"), Document("a", "recut 0.9")]
+    _, report = mine(rows, corpus, Placed(), MiningSettings(negatives=1, simple=0))  # type: ignore[arg-type]
+    assert report.rows_without_positive == 1
+    assert "rows whose positives are not in the corpus, by text: 1" in format_report(report)
+    _, report = mine(rows[1:], corpus, Placed(), MiningSettings(negatives=1, simple=0))  # type: ignore[arg-type]
+    assert report.rows_without_positive == 0 and "not in the corpus" not in format_report(report)
 
 
 @pytest.mark.parametrize(
@@ -540,7 +555,12 @@ def test_a_corpus_file_or_a_mindscape_bounds_the_negatives(tiny_bert: Path, tmp_
         (["--corpus", "x", "--mindscape", "y"], "give one"),
         (["-o", "rows.parquet"], "written as .jsonl"),
         (["-o", "no/where.jsonl"], "folder does not exist"),
-        (["-o", "rows.jsonl"], "the file that is read"),
+        (["-o", "rows.jsonl"], "the file of the rows that are read"),
+        (["-o", "folder/../rows.jsonl"], "the file of the rows that are read"),
+        (["-o", "link.jsonl"], "the file of the rows that are read"),
+        (["--json", "rows.jsonl"], "the file of the rows that are read"),
+        (["--json", "mined.jsonl"], "the file of --out"),
+        (["--corpus", "mined.jsonl"], "the file of --corpus"),
         (["--json", "."], "is a folder"),
     ],
 )
@@ -549,6 +569,8 @@ def test_wrong_use_exits_2_with_one_line_before_the_encoder_opens(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", pairs(2))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.jsonl").symlink_to("rows.jsonl")
     given = ["rows.jsonl", "--encoder", "./no-such-encoder", "-o", "mined.jsonl", *arguments]
     assert run(*given) == 2
     error = capsys.readouterr().err

@@ -153,6 +153,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ('{"step": 1, "loss": 2}\n{"step": 2, "lo\n{"step": 3}\n', ":2: not a line of a training log"),
         ('{"loss": 2}\n', ":1: not a line of a training log"),
         ('{"step": 1, "loss": "low"}\n', ":1: not a line of a training log"),
+        ('{"step": 1, "loss": 1' + "0" * 400 + "}\n", ":1: not a line of a training log"),
+        ('{"step": 1' + "0" * 30 + ', "loss": 1}\n', ":1: not a line of a training log"),
+        ("[" * 200_000 + "\n", ":1: not a line of a training log"),
+        ("\udcff", "not a training log, which is UTF-8"),
         ('{"step": 1, "loss": null}\n', "nothing to draw yet"),
     ],
 )
@@ -161,7 +165,7 @@ def test_logs_that_cannot_be_drawn(
 ) -> None:
     (tmp_path / "run").mkdir()
     if content is not None:
-        (tmp_path / "run" / LOG_FILE).write_text(content)
+        (tmp_path / "run" / LOG_FILE).write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(SystemExit) as caught:
         main(["plot", str(tmp_path / "run"), "-o", str(tmp_path / "plot.png")])
     error = capsys.readouterr().err
@@ -208,3 +212,9 @@ def test_reading_logs_loads_neither_torch_nor_matplotlib() -> None:
     code = "import sys, mia_train.plot; print({'torch', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_a_null_count_of_skipped_steps_and_the_mark_of_an_editor_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOG_FILE).write_text('{"step": 1, "loss": 1, "skipped_steps": null}\r\n', "utf-8-sig")
+    assert save_plot([tmp_path / "run"], tmp_path / "plot.png") == ["loss"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ def test_rows_survive_jsonl_and_parquet(tmp_path: Path) -> None:
         ({"nodes": {"positives": [{"id": "e", "text": "Ann"}], "negs": []}}, "'nodes' is an object"),
         ({"group": 5}, "'group' is 5"),
         ({"source": ["a"]}, "'source' is"),
+        ({"group": "half \ud83d"}, "'group' holds half of a surrogate pair"),
+        ({"source": "half \ud83d"}, "'source' holds half of a surrogate pair"),
+        ({"positives": [{"id": "b", "text": "x", "score": 10**400}]}, "must be a finite number"),
         ({"query": "half \ud83d"}, "'query' holds half of a surrogate pair"),
         ({"signature": ["half \ud83d"]}, r"'signature'\[0\] holds half"),
     ],
@@ -73,6 +77,10 @@ def test_broken_json_missing_empty_and_foreign_files(tmp_path: Path) -> None:
     assert len(read_rows([tmp_path / "g.jsonl"])) == 1
     with pytest.raises(MiaError, match=r"a\.jsonl:1: not JSON"):
         read_rows([tmp_path / "a.jsonl"])
+    for content in ("[" * 200_000, '{"query_id": ' + "9" * 5000 + "}"):
+        (tmp_path / "h.jsonl").write_text(content)
+        with pytest.raises(MiaError, match=r"h\.jsonl:1: not JSON"):
+            read_rows([tmp_path / "h.jsonl"])
     with pytest.raises(MiaError, match="no rows"):
         read_rows([tmp_path / "b.jsonl"])
     with pytest.raises(MiaError, match=r"not \.csv"):
@@ -133,3 +141,15 @@ def test_build_rows_is_deterministic_and_shows_signatures_as_served(encoder: Enc
         wrong = set(signature.session_ids) - {session_of[p.id] for p in row.positives}
         assert all(session_of[n.id] in wrong for n in row.negatives if n.kind == "signature")
     assert any(n.kind == "signature" for row in first for n in row.negatives)
+
+
+def test_the_gold_of_a_question_that_is_asked_twice_is_no_negative_of_either(encoder: Encoder) -> None:
+    given = benchmark()
+    (haystack,) = given.haystacks
+    first, second = haystack.queries[:2]
+    assert first.group == second.group and first.gold != second.gold
+    again = replace(second, text=f" {first.text.upper()}")
+    twice = replace(given, haystacks=(replace(haystack, queries=(first, again, *haystack.queries[2:])),))
+    rows = build_rows(twice, encoder, hard_negatives=2, simple_negatives=2)
+    for row in rows[:2]:
+        assert row.negatives and not {p.id for p in row.negatives} & {*first.gold, *second.gold}

@@ -191,6 +191,21 @@ def test_positives_from_elsewhere_are_refused_where_they_are_needed(
     assert all(row.signature for row in sign_rows(half, folder, encoder, **options))  # one positive will do
 
 
+@pytest.mark.parametrize("options", [{"gold_share": 0.1}, {"mode": "global_summary"}])
+def test_a_mindscape_that_was_cut_anew_is_not_taken_for_that_of_the_rows(
+    encoder: Encoder, mindscape: Mindscape, folder: Path, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its chunks have the ids that the old ones had, and other texts."""
+    rows = rows_of(mindscape, 3)
+    old = [replace(row, positives=(replace(row.positives[0], text="as it was cut before"),)) for row in rows]
+    with pytest.raises(MiaError, match=r"has another text for chunk 'a:0', a positive of row 'q0'.*3 of 3 rows"):
+        sign_rows(old, folder, encoder, **options)
+    sign_rows(old, folder, encoder)
+    assert "the positives of 3 of 3 rows are not in" in capsys.readouterr().err
+    spaced = [replace(row, positives=(replace(row.positives[0], text=f" {row.positives[0].text}\n"),)) for row in rows]
+    assert all(row.signature for row in sign_rows(spaced, folder, encoder, **options))
+
+
 def test_prepared_rows_have_signatures_and_sources(
     make_recipe: Build, tiny_bert: Path, encoder: Encoder, mindscape: Mindscape, folder: Path, tmp_path: Path
 ) -> None:

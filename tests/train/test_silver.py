@@ -404,10 +404,14 @@ def test_an_endpoint_that_refuses_leaves_what_there_is(folder: Path, capsys: pyt
         (["--llm", "http://localhost:1/v1", "--llm-model", "m", "--keep", "3"], "--keep is for --filter none"),
         (["--filter", "none", "--json", "nowhere/x.json"], "its folder does not exist"),
         (["--filter", "none", "--json", "."], "is a folder"),
+        (["--filter", "none", "--keep", "11"], "the vote leaves 10 candidates"),
+        (["--filter", "none", "--json", "{}/rows.jsonl"], "is the file of --out"),
+        (["--llm", "http://localhost:1/v1", "--llm-model", "m", "--llm-cache", "{}/rows.jsonl.work"], "the work file"),
+        (["--filter", "none", "-o", "{}/none/../questions.jsonl"], "is the file of --questions"),
     ],
 )
 def test_wrong_use_is_told(folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str):
-    assert code(arguments(folder, "rows.jsonl", *more)) == 2
+    assert code(arguments(folder, "rows.jsonl", *(option.format(folder) for option in more))) == 2
     assert message in capsys.readouterr().err
 
 
@@ -429,6 +433,8 @@ GOOD = '{"id": "q1", "question": "Who?", "answer": "Anna", "book": "island"}'
         ('{"id": "q2", "question": "Who?", "answer": "Anna", "books": "island"}', "unknown key 'books'; allowed: id"),
         ('{"id": "q2", "question": "Wh\\ud800", "answer": "Anna"}', "surrogate"),
         ('["q2"]', "one object a line"),
+        ("[" * 200_000, "not JSON"),
+        ('{"id": ' + "9" * 5000 + "}", "not JSON"),
         ('{"id": "q2",', "not JSON"),
     ],
 )
@@ -456,3 +462,22 @@ def test_nodes_are_checked_too(tmp_path: Path):
     file.write_text("")
     with pytest.raises(MiaError, match="no questions"):
         read_questions(file, {"island"})
+
+
+def test_evidence_of_a_question_that_is_asked_twice_is_no_negative_of_either(minilm: Encoder, mindscape: Mindscape):
+    """FairytaleQA asks some questions twice, with other answers: each answer has evidence of its own."""
+    ask = "What was hidden in the tower?"
+    twice = [Question("a", ask, "the brass compass", "island"), Question("b", ask.upper(), "the tea kettle", "island")]
+
+    def by_answer(body: dict[str, Any]) -> str:
+        thing = (
+            "brass compass" if "brass compass" in body["messages"][1]["content"].split("<passage")[0] else "tea kettle"
+        )
+        return json.dumps([i for i, text in enumerate(asked_for(body)[1]) if thing in text] or [-1])
+
+    with serving(by_answer) as stub:
+        made = with_llm(stub.url, mindscape, minilm, twice, settings={"simple": 12})
+    evidence = [{p.id for p in row.positives} for row in made.rows]
+    assert evidence == [{"island:0"}, {"island:7"}]
+    for row in made.rows:
+        assert len(row.negatives) == 10 and not {p.id for p in row.negatives} & set.union(*evidence)
