@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from mia_train.schema import (
     METRICS,
     BenchmarkRef,
     DataConfig,
+    DistillConfig,
     LoraSection,
     LossConfig,
     ModelConfig,
@@ -77,7 +79,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_any_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe | GeneratorRecipe:
-    """Load a recipe file, whose ``task`` says what for, apply ``a.b=c`` overrides, resolve paths and check everything that needs no data.
+    """Load a recipe for whatever its ``task`` names: ``a.b=c`` overrides applied, paths resolved, all checked but data.
 
     A relative path is taken from where it is written: in the file from the file's folder, in an override from the
     current folder. Hub ids, ``package:`` names and benchmark names are left alone. Overriding ``training.max_steps``
@@ -177,11 +179,45 @@ def recipe_warnings(recipe: Recipe | GeneratorRecipe) -> list[str]:
             "signature_mode",
         }
         notes += [f"data.{key}: has no effect with data.view: query" for key in sorted(unused)]
+    notes += _loss_warnings(recipe)
     if data.eval is None:
         unused = training.model_fields_set & {"metric", "eval_steps"}
         notes += [f"training.{key}: has no effect without data.eval" for key in sorted(unused)]
     elif any(source.split(":")[:2] == data.eval.split(":")[:2] for source in data.train):
         notes.append(f"data.eval: {data.eval} is trained on, so it says nothing about new questions")
+    return notes
+
+
+def _loss_warnings(recipe: Recipe) -> list[str]:
+    """Name what the loss and the gradient cache are told to no effect."""
+    data, loss, model, notes = recipe.data, recipe.loss, recipe.model, []
+    if data.view == "query":
+        notes += [
+            f"loss.{key}: with data.view: query both views are one, so it only adds the same loss again"
+            for key in ("query_view", "signature_view")
+            if getattr(loss, key) > 0
+        ]
+    elif data.signature_dropout == 1:
+        notes.append("data.signature_dropout: 1 leaves every signature out, so the query alone is trained")
+    elif model.alpha == 0 and loss.signature_view == 0:
+        notes.append("model.alpha: 0 keeps the signature out of the loss; raise it, or give loss.signature_view")
+    distill = loss.distill
+    if distill is not None and distill.kind == "margin_mse" and distill.temperature != DistillConfig().temperature:
+        notes.append("loss.distill.temperature: has no effect with kind: margin_mse")
+    if loss.contrastive == 0:
+        default = LossConfig()
+        notes += [
+            f"loss.{key}: has no effect with loss.contrastive: 0"
+            for key in ("negatives", "temperature", "mask_margin")
+            if getattr(loss, key) != getattr(default, key)
+        ]
+    longest = max(model.max_query_tokens or 0, model.max_document_tokens or 0)
+    budget = recipe.training.mini_batch_tokens
+    if budget is not None and budget < longest:
+        notes.append(
+            f"training.mini_batch_tokens: {budget} is less than one text of {longest} tokens, which then goes alone, "
+            "over the budget"
+        )
     return notes
 
 
@@ -271,7 +307,7 @@ def _explain(error: ValidationError, path: Path, overrides: dict[str, str], sche
     errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     first = errors[0]
     # Steps such as "literal['all-linear']" are pydantic's, for the branches of a union.
-    location = [step for step in first["loc"] if isinstance(step, int) or str(step).isidentifier()]
+    location = [step for step in first["loc"] if isinstance(step, int) or not re.search(r"[\[(]", str(step))]
     if first["type"] == "extra_forbidden":
         location = list(first["loc"])
     where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")

@@ -16,6 +16,14 @@ from mia_train.sharding import is_deepspeed, is_fsdp, save_encoder
 
 RUN_FILE = "mia_run.json"
 RECIPE_FILE = "recipe.yaml"
+# What may change between two parts of a run without changing what is trained; the batch is check_resumable's matter.
+_HARMLESS = {"data.eval"} | {
+    f"training.{key}"
+    for key in (
+        "output_dir", "batch_size", "accumulation", "mini_batch_tokens", "gradient_checkpointing",
+        "save_steps", "log_steps", "eval_steps", "metric", "report_to",
+    )
+}  # fmt: skip
 
 
 def write_run_facts(recipe: Recipe, folder: Path) -> None:
@@ -41,8 +49,8 @@ def check_resumable(checkpoint: Path, recipe: Recipe, processes: int) -> None:
         processes: Processes of this launch.
 
     Raises:
-        MiaError: It was written under another kind of sharding, or with another global batch: rows would be skipped or
-            seen twice.
+        MiaError: It was written under another kind of sharding, or with another global batch, seed or mixture: rows
+            would be skipped or seen twice.
     """
     states = {"optimizer.pt": "unsharded", "optimizer.bin": "FSDP", "optimizer_0": "FSDP", "latest": "DeepSpeed"}
     wrote = next((kind for name, kind in states.items() if (checkpoint / name).exists()), None)
@@ -53,7 +61,16 @@ def check_resumable(checkpoint: Path, recipe: Recipe, processes: int) -> None:
             "another training.output_dir"
         )
     file = checkpoint / RECIPE_FILE
-    then = yaml.safe_load(file.read_text("utf-8")).get("training") if file.is_file() else None
+    content = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else {}
+    for section, key in (("training", "seed"), ("data", "mixture")):
+        before, after = (content.get(section) or {}).get(key), getattr(getattr(recipe, section), key)
+        if section in content and before != after:
+            raise MiaError(
+                f"{checkpoint}: {section}.{key} was {before!r} and is {after!r} now, so the rows come in another "
+                "order: some would be skipped, others trained on twice; give it as before, or another "
+                "training.output_dir"
+            )
+    then = content.get("training")
     ranks = len(list(checkpoint.glob("rng_state*.pth")))  # one a process
     if not then or not ranks:
         return
@@ -69,14 +86,14 @@ def check_resumable(checkpoint: Path, recipe: Recipe, processes: int) -> None:
 
 
 def changes_since(checkpoint: Path, recipe: Recipe | GeneratorRecipe) -> list[str]:
-    """Name what a recipe says about encoder and rows that the run of ``checkpoint`` did not, one line each."""
+    """Name what a recipe says of model, rows, loss and steps that the run of ``checkpoint`` did not, one line each."""
     file = checkpoint / RECIPE_FILE
     then = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else {}
     now, notes = recipe.model_dump(mode="json"), []
-    for section in ("model", "lora", "data"):
+    for section in ("model", "lora", "data", "loss", "training"):
         before, after = ((content.get(section) or {}) for content in (then, now))
         for key in after if then else ():
-            if key != "eval" and before.get(key) != after[key]:
+            if f"{section}.{key}" not in _HARMLESS and before.get(key) != after[key]:
                 was = f"was {before[key]!r}" if key in before else "was not given"
                 notes.append(f"{section}.{key}: {was} up to {checkpoint.name} and is {after[key]!r} now")
     return notes

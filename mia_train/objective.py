@@ -103,7 +103,8 @@ def _over_candidates(
         if config.distill is None:
             return view.new_zeros(())
         d = config.distill
-        scores = torch.einsum("bd,bcd->bc", view.float(), documents.float())
+        with torch.autocast(view.device.type, enabled=False):
+            scores = torch.einsum("bd,bcd->bc", view.float(), documents.float())
         return distillation(scores, keys.teacher, kind=d.kind, temperature=d.temperature, teacher_scale=d.teacher_scale)
 
     fused = fuse_views(query, target, alpha)

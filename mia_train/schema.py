@@ -364,4 +364,9 @@ class Recipe(_Section):
             raise ValueError("model.dtype: nf4 weights are frozen, so nothing would train; add a lora section")
         if self.loss.contrastive == 0 and self.loss.distill is None:
             raise ValueError("loss.contrastive: 0 leaves no loss; raise it, or add loss.distill")
+        if self.loss.distill is not None and self.negatives_per_row == 0:
+            raise ValueError(
+                "loss.distill: it compares a row's positive with the row's own negatives, and data.hard_negatives + "
+                "data.simple_negatives is 0; raise one of them, or leave loss.distill out"
+            )
         return self

@@ -78,11 +78,12 @@ def run(recipe: Recipe, resume: str | None = None) -> RunResult:
     first_arguments = training_arguments(recipe)  # joins the process group
     _check_launch(recipe, first_arguments)
     sharded = sharding.is_fsdp()
-    checkpoint = distributed.on_main(lambda: _open_output(output, resume))
+    checkpoint = distributed.on_main(lambda: open_output(output, resume))
     if checkpoint:
         distributed.on_main(lambda: check_resumable(Path(checkpoint), recipe, first_arguments.world_size))
         for change in changes_since(Path(checkpoint), recipe) if distributed.is_main() else ():
-            print(f"warning: {change}; rows that are already made stay as they are", file=sys.stderr)
+            made = "; rows that are already made stay as they are" if change.startswith(("model.", "data.")) else ""
+            print(f"warning: {change}{made}", file=sys.stderr)
     set_seed(recipe.training.seed)  # LoRA's start
     encoder = load_encoder(recipe.model, recipe.loss.matryoshka)
     device = str(first_arguments.device)
@@ -111,7 +112,7 @@ def run(recipe: Recipe, resume: str | None = None) -> RunResult:
         Schedule(rows, steps * batch, recipe.training.seed, batch // recipe.training.accumulation, recipe.data.mixture),
         make_collator(recipe, encoder, rows, groups=2 if sharded or sharding.is_deepspeed() else 4),
         evaluations[0] if evaluations else None,
-        start=(_step_of(checkpoint) or 0) if checkpoint else 0,
+        start=(step_of(checkpoint) or 0) if checkpoint else 0,
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     return _finish(recipe, encoder, trainer, rows)
@@ -142,19 +143,19 @@ def _check_launch(recipe: Recipe, arguments: TrainingArguments) -> None:
         )
 
 
-def _open_output(output: Path, resume: str | None) -> str | None:
+def open_output(output: Path, resume: str | None) -> str | None:
     """Return the checkpoint to go on from, and make sure that no run is mixed into another."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MiaError(f"training.output_dir: {output} cannot be a folder ({error.strerror})") from None
     found = [path for path in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    whole = [path for path in found if _step_of(path) is not None]
+    whole = [path for path in found if step_of(path) is not None]
     last = str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
     if resume == "auto":
         return last
     if resume is not None:
-        if _step_of(resume) is None:
+        if step_of(resume) is None:
             raise MiaError(f"{resume}: no checkpoint of mia-train (no trainer_state.json); give a checkpoint-N folder")
         return resume
     if last is not None:
@@ -165,7 +166,7 @@ def _open_output(output: Path, resume: str | None) -> str | None:
     return None
 
 
-def _step_of(checkpoint: str | Path) -> int | None:
+def step_of(checkpoint: str | Path) -> int | None:
     """Return the step of a checkpoint; None where it was cut short: the Trainer's state is written last."""
     try:
         return int(json.loads((Path(checkpoint) / "trainer_state.json").read_text("utf-8"))["global_step"])

@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 from bench_mining import bench_mining
+from datasets import disable_progress_bars
+from transformers.utils import logging as transformers_logging
 
 from mia_serve.core import Encoder
 from mia_serve.eval.versions import package_versions
@@ -55,6 +56,7 @@ def tiny_encoder(folder: Path) -> Path:
     config = BertConfig(
         vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        initializer_range=0.1,  # at 0.02 all texts get nearly one vector, and gradients are differences of rounding
     )  # fmt: skip
     BertModel(config).save_pretrained(folder / "plain")
     tokenizer.save_pretrained(folder / "plain")
@@ -80,15 +82,18 @@ def gradient(parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor:
     return torch.cat([g.flatten() for _, g in named])
 
 
-def steps(folder: Path, rows: list[Row]) -> dict[str, tuple[Callable[[], None], dict[str, torch.nn.Parameter]]]:
-    """Return one training step (forward and backward, tokens given) of each kind, with the parameters it fills."""
+Step = tuple[Callable[[], None], dict[str, torch.nn.Parameter]]
+
+
+def steps(folder: Path, rows: list[Row]) -> dict[str, Callable[[], Step]]:
+    """Return a maker of one training step of each kind (forward and backward, tokens given) and what it fills."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.losses import (
         CachedMultipleNegativesRankingLoss,
         MultipleNegativesRankingLoss,
     )
 
-    def ours(tokens: int | None) -> tuple[Callable[[], None], dict[str, torch.nn.Parameter]]:
+    def ours(tokens: int | None) -> Step:
         encoder = Encoder.load(folder, device="cpu")
         net = MiaModel(encoder).train()
         collator = Collator(encoder, rows, hard_negatives=1, groups=4, group_tokens=tokens)
@@ -106,7 +111,7 @@ def steps(folder: Path, rows: list[Row]) -> dict[str, tuple[Callable[[], None], 
 
         return step, dict(encoder.model.named_parameters())
 
-    def theirs(make: Callable[[Any], Any]) -> tuple[Callable[[], None], dict[str, torch.nn.Parameter]]:
+    def theirs(make: Callable[[Any], Any]) -> Step:
         model = SentenceTransformer(str(folder), device="cpu").train()
         loss = make(model)
         columns = [[r.query for r in rows], [r.positives[0].text for r in rows], [r.negatives[0].text for r in rows]]
@@ -120,13 +125,13 @@ def steps(folder: Path, rows: list[Row]) -> dict[str, tuple[Callable[[], None], 
 
     cached, plain = CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
     return {
-        "mia": ours(None),
-        "mia cached": ours(MINI_BATCH_TOKENS),
-        "sentence-transformers": theirs(lambda model: plain(model, scale=SCALE)),
-        f"sentence-transformers cached, {MINI_BATCH} rows": theirs(
+        "mia": lambda: ours(None),
+        "mia cached": lambda: ours(MINI_BATCH_TOKENS),
+        "sentence-transformers": lambda: theirs(lambda model: plain(model, scale=SCALE)),
+        f"sentence-transformers cached, {MINI_BATCH} rows": lambda: theirs(
             lambda model: cached(model, scale=SCALE, mini_batch_size=MINI_BATCH)
         ),
-        f"sentence-transformers cached, {MINI_BATCH_TOKENS} tokens": theirs(
+        f"sentence-transformers cached, {MINI_BATCH_TOKENS} tokens": lambda: theirs(
             lambda model: cached(model, scale=SCALE, mini_batch_num_tokens=MINI_BATCH_TOKENS)
         ),
     }
@@ -135,7 +140,7 @@ def steps(folder: Path, rows: list[Row]) -> dict[str, tuple[Callable[[], None], 
 def bench_cached_step(folder: Path) -> dict[str, Any]:
     """Compare gradients, then time the steps in turn; median and range of REPEATS rounds."""
     rows = random_rows(Encoder.load(folder, device="cpu"), ROWS)
-    made = steps(folder, rows)
+    made = {name: make() for name, make in steps(folder, rows).items()}
     reference = None
     differences = {}
     for name, (step, parameters) in made.items():
@@ -166,14 +171,19 @@ def bench_cached_step(folder: Path) -> dict[str, Any]:
     }
 
 
+def peak_memory_mib() -> float:
+    """Return this program's peak resident memory; that of ``getrusage`` would be the parent's where it was larger."""
+    status = Path("/proc/self/status").read_text("ascii")
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
+
+
 def memory_of(folder: Path, cached: bool) -> float:
     """Return how many MiB one step adds to the peak resident memory, in a process of its own."""
     code = (
-        "import resource, sys; sys.path[:0] = sys.argv[1:2]; import bench_training as b; from pathlib import Path\n"
+        "import sys; sys.path[:0] = sys.argv[1:2]; import bench_training as b; from pathlib import Path\n"
         "folder = Path(sys.argv[2]); rows = b.random_rows(b.Encoder.load(folder, device='cpu'), b.ROWS)\n"
-        "step = b.steps(folder, rows)[sys.argv[3]][0]\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; step()\n"
-        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"
+        "step = b.steps(folder, rows)[sys.argv[3]]()[0]\n"
+        "before = b.peak_memory_mib(); step(); print(b.peak_memory_mib() - before)"
     )
     name = "mia cached" if cached else "mia"
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(folder), name]
@@ -185,6 +195,8 @@ def main() -> int:
     parser.add_argument("--json", help="write the record to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as work:
         folder = tiny_encoder(Path(work))
         record: dict[str, Any] = {"cached_step": bench_cached_step(folder)}
@@ -195,7 +207,6 @@ def main() -> int:
         }
     record["threads"] = torch.get_num_threads()
     record["load_average"] = os.getloadavg()
-    record["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     record["versions"] = package_versions()
     text = json.dumps(record, indent=2)
     print(text)

@@ -23,15 +23,16 @@ e2() {
   mia-train run recipes/e2_minilm_books.yaml --set "training.output_dir=runs/books_e2_$1" "${@:2}"
 }
 simple=(--set data.simple_negatives=1 --set training.batch_size=16)
-none=(--set data.signature_mode=coverage --set data.signature_gold=0 --set data.signature_dropout=0 --set data.signature_noise=0)
-e2 none "${simple[@]}" "${none[@]}"
-e2 gold "${simple[@]}" "${none[@]}" --set data.signature_gold=0.5
-e2 dropout "${simple[@]}" "${none[@]}" --set data.signature_dropout=0.2
-e2 noise "${simple[@]}" "${none[@]}" --set data.signature_noise=0.3
-e2 all "${simple[@]}" "${none[@]}" --set data.signature_gold=0.5 --set data.signature_dropout=0.1 --set data.signature_noise=0.1
-e2 global "${simple[@]}" "${none[@]}" --set data.signature_mode=global_summary
-e2 in_batch "${none[@]}" --set data.signature_gold=0.5 --set data.signature_dropout=0.1 --set data.signature_noise=0.1
-e2 global_in_batch "${none[@]}" --set data.signature_mode=global_summary
+chosen=(--set data.signature_mode=coverage)
+e2 none "${simple[@]}" "${chosen[@]}"
+e2 gold "${simple[@]}" "${chosen[@]}" --set data.signature_gold=0.5
+e2 dropout "${simple[@]}" "${chosen[@]}" --set data.signature_dropout=0.2
+e2 noise "${simple[@]}" "${chosen[@]}" --set data.signature_noise=0.3
+three=(--set data.signature_gold=0.5 --set data.signature_dropout=0.1 --set data.signature_noise=0.1)
+e2 all "${simple[@]}" "${chosen[@]}" "${three[@]}"
+e2 global "${simple[@]}"
+e2 in_batch "${chosen[@]}" "${three[@]}"
+e2 global_in_batch
 named() { for name in "$@"; do echo "--e2 $name=runs/books_e2_$name"; done; }
 # shellcheck disable=SC2046
 scripts/measure_options.py --before runs/books_e1_before --e1 runs/books_e1 \

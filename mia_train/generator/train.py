@@ -30,7 +30,7 @@ from mia_train.generator.schema import GeneratorRecipe
 from mia_train.launch import check_world
 from mia_train.logs import peak_memory_gib
 from mia_train.model import add_lora
-from mia_train.trainer import RunResult, _open_output, _step_of, planned_steps
+from mia_train.trainer import RunResult, open_output, planned_steps, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def run(recipe: GeneratorRecipe, resume: str | None = None) -> RunResult:
         disable_progress_bar()
     first = sft_arguments(recipe, recipe.training.max_steps or 1)  # joins the process group
     check_world(first.world_size)
-    checkpoint = distributed.on_main(lambda: _open_output(output, resume))
+    checkpoint = distributed.on_main(lambda: open_output(output, resume))
     if checkpoint and distributed.is_main():
         for change in changes_since(Path(checkpoint), recipe):
             print(f"warning: {change}; examples that are already made stay as they are", file=sys.stderr)
@@ -68,7 +68,7 @@ def run(recipe: GeneratorRecipe, resume: str | None = None) -> RunResult:
     sharding.shard_on_cpu()
     set_seed(recipe.training.seed)  # LoRA's start
     model = load_generator(recipe, base)
-    start = (_step_of(checkpoint) or 0) if checkpoint else 0
+    start = (step_of(checkpoint) or 0) if checkpoint else 0
     trainer = GeneratorTrainer(recipe, model, arguments, examples, tokenizer, start)
     trainer.train(resume_from_checkpoint=checkpoint)
     return _finish(recipe, base, trainer, tokenizer)
@@ -121,10 +121,9 @@ def sft_arguments(recipe: GeneratorRecipe, steps: int) -> SFTConfig:
         warmup_steps=min(training.warmup_steps(steps), steps),
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
-        bf16=False,  # GeneratorTrainer enters autocast itself
+        **sharding.backend_arguments(bf16=False),  # GeneratorTrainer enters autocast itself
         gradient_checkpointing=training.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
-        use_cpu=not torch.cuda.is_available(),
         seed=training.seed,
         data_seed=recipe.data.seed,
         logging_steps=training.log_steps,

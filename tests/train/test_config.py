@@ -304,3 +304,32 @@ def test_resolved_recipe_reloads_to_the_same_run(recipe: Path, tmp_path: Path) -
     resolved.parent.mkdir()
     dump_recipe(loaded, resolved)
     assert load_recipe(resolved) == loaded
+
+
+def test_a_mixture_s_source_is_named_whatever_its_letters(recipe: Path) -> None:
+    message = _error(recipe, "data.mixture.my-rows=0")
+    assert message.startswith("--set data.mixture.my-rows=0: data.mixture.my-rows: input should be greater than 0")
+
+
+def test_TRN_27_distillation_needs_negatives_of_the_row_s_own(recipe: Path) -> None:
+    """With in-batch negatives alone the distillation loss would be 0, and with contrastive: 0 the whole loss."""
+    none = ["data.hard_negatives=0", "data.simple_negatives=0", "loss.negatives=in_batch", "loss.distill={}"]
+    assert "loss.distill: it compares a row's positive with the row's own negatives" in _error(recipe, *none)
+    assert load_recipe(recipe, none[1:]).loss.distill is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["loss.query_view=0.5"], "loss.query_view: with data.view: query both views are one"),
+        (["loss.signature_view=0.5"], "loss.signature_view: with data.view: query both views are one"),
+        (["data.view=signature", "model.alpha=0"], "model.alpha: 0 keeps the signature out of the loss"),
+        (["data.view=signature", "data.signature_dropout=1"], "data.signature_dropout: 1 leaves every signature out"),
+        (["loss.distill.kind=margin_mse", "loss.distill.temperature=0.1"], "loss.distill.temperature: has no effect"),
+        (["loss.distill={}", "loss.contrastive=0", "loss.negatives=in_batch"], "loss.negatives: has no effect"),
+        (["training.mini_batch_tokens=64", "model.max_document_tokens=128"], "mini_batch_tokens: 64 is less than one"),
+    ],
+)
+def test_loss_keys_without_effect_are_told(recipe: Path, overrides: list[str], said: str) -> None:
+    (warning,) = recipe_warnings(load_recipe(recipe, overrides))
+    assert said in warning

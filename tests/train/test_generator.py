@@ -174,9 +174,7 @@ def test_examples_are_those_of_trls_own_prompt_completion_format(make: Callable[
         assert theirs["labels"][: len(labels)] == labels
 
 
-@pytest.mark.parametrize(
-    "words", [("lamps ", "quay ", "boat "), ("潮", "水", "账")]
-)  # a token each, or several
+@pytest.mark.parametrize("words", [("lamps ", "quay ", "boat "), ("潮", "水", "账")])  # a token each, or several
 def test_cutting_takes_the_last_chunks_first_and_nothing_else(
     words: tuple[str, ...], make: Callable[..., GeneratorRecipe]
 ) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +21,11 @@ from mia_train.config import Recipe
 from mia_train.gradcache import cached_backward
 from mia_train.model import MiaModel
 from mia_train.objective import batch_loss
+from mia_train.rows import Nodes, Passage
 from mia_train.schedule import Sample
-from mia_train.schema import LoraSection, LossConfig
+from mia_train.schema import DistillConfig, LoraSection, LossConfig
 from tests.train.conftest import make_rows
+from tests.train.test_trainer import poison
 
 Build = Callable[..., Recipe]
 CONFIG = LossConfig(negatives="in_batch", temperature=0.05, query_view=0.5)
@@ -194,8 +198,51 @@ def test_deepspeed_is_refused_before_anything_is_loaded(
     tiny_bert: Path, make_recipe: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(tiny_bert, training={"mini_batch_tokens": 64})
-    monkeypatch.setattr(trainer, "training_arguments", lambda *_: type("A", (), {"world_size": 1, "device": "cpu"})())
+    arguments = SimpleNamespace(world_size=1, device="cpu", deepspeed_plugin=None)
+    monkeypatch.setattr(trainer, "training_arguments", lambda *_: arguments)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(MiaError, match="mini_batch_tokens.*DeepSpeed"):
+    with pytest.raises(MiaError, match=r"mini_batch_tokens.*DeepSpeed"):
         trainer.run(recipe)
     assert not Path(recipe.training.output_dir).exists()
+
+
+def test_TRN_28_a_non_finite_loss_in_the_cached_step_is_skipped(
+    still_bert: Path, make_recipe: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {3})  # the first of the second step's two passes
+    recipe = make_recipe(
+        still_bert, training={"warmup": 0.0, "accumulation": 2, "mini_batch_tokens": SOME, "weight_decay": 0.1}
+    )
+    result = trainer.run(recipe)
+    assert result.skipped == 1 and log_of(recipe)[1]["grad_norm"] is None
+    assert all(line["grad_norm"] > 0 for i, line in enumerate(log_of(recipe)) if i != 1)
+    weights = Encoder.load(result.folder, device="cpu").model.state_dict()
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+
+
+def test_TRN_07_joint_loss_with_every_objective_and_rows_that_lack_parts(tiny_qwen3: Path) -> None:
+    """Nodes, signatures and teacher scores on some rows only."""
+    torch.manual_seed(0)
+    encoder = Encoder.load(tiny_qwen3, device="cpu")
+    net = MiaModel(encoder).train()
+    rows = make_rows(6)
+    for i in (0, 2, 4):
+        nodes = Nodes((Passage(f"e{i}", "the man: hid the ledger"),), (Passage(f"f{i}", "the key: under the clock"),))
+        scored = tuple(replace(p, score=-j) for j, p in enumerate(rows[i].negatives))
+        positives = tuple(replace(p, score=2) for p in rows[i].positives)
+        rows[i] = replace(rows[i], nodes=nodes, negatives=scored, positives=positives, signature=None)
+    collator = Collator(encoder, rows, hard_negatives=2, use_signatures=True, nodes=True, group_tokens=SOME)
+    batch = collator([Sample(row, i, 0) for i, row in enumerate(rows)])
+    config = CONFIG.model_copy(update={"beta": 0.7, "matryoshka": (16,), "distill": DistillConfig(teacher_scale=0.1)})
+
+    def loss(vectors: Tensor) -> tuple[Tensor, Tensor]:
+        found = batch_loss(vectors[batch.order], batch, config, 0.5).loss
+        return found, found.detach()
+
+    reference, _ = loss(net(batch.groups))
+    reference.backward()
+    expected = gradients(net)
+    net.zero_grad()
+    assert_equal(
+        (float(cached_backward(net, batch.groups, loss)), gradients(net)), (float(reference.detach()), expected)
+    )

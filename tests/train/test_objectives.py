@@ -155,7 +155,7 @@ def test_loss_with_and_without_signature_is_over_the_rows_that_have_one(still_be
     assert found.signature_rows == 2
     assert float(found.with_signature) == pytest.approx(float(found.contrast.rows[1:].sum()))
     assert float(found.without_signature) == pytest.approx(float(queries[1:].sum()))
-    assert found.contrast.rows[0] == queries[0]
+    assert float(found.contrast.rows[0]) == pytest.approx(float(queries[0]), rel=1e-5)
 
 
 def test_a_run_logs_what_the_signature_is_worth_and_what_is_distilled(still_bert: Path, make_recipe: Build) -> None:
@@ -213,3 +213,29 @@ def test_teacher_scores_survive_a_file() -> None:
     raw["negatives"][0]["score"] = NAN
     with pytest.raises(MiaError, match=r"x:1: 'negatives'\[0\]\.score is nan; it must be a finite number"):
         parse_row(raw, "x:1")
+    for score in (1e39, 10**400):  # finite, but not in float32: the loss would be NaN
+        raw["negatives"][0]["score"] = score
+        with pytest.raises(MiaError, match="it must be a finite number below 1e30"):
+            parse_row(raw, "x:1")
+    raw["negatives"][0]["score"] = 3
+    assert parse_row(raw, "x:1").negatives[0].score == 3
+
+
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+def test_the_objective_is_float32_under_autocast(kind: Any, still_bert: Path) -> None:
+    _, batch, vectors = forward(still_bert)
+    config = LossConfig(negatives="in_batch", temperature=0.05, matryoshka=(16,), distill=DistillConfig(kind=kind))
+    plain = batch_loss(vectors, batch, config, 0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = batch_loss(vectors, batch, config, 0.5)
+    assert float(mixed.loss.detach()) == pytest.approx(float(plain.loss.detach()), abs=1e-6)
+    assert float(mixed.distill) == pytest.approx(float(plain.distill), abs=1e-7)
+
+
+@pytest.mark.parametrize("widths", ["16", "null", "[16.5]", "[true]", "[0]"])
+def test_a_spec_with_broken_widths_is_one_line(widths: str, still_bert: Path, tmp_path: Path) -> None:
+    Encoder.load(still_bert, device="cpu").save(tmp_path / "e")
+    file = tmp_path / "e" / "mia_encoder.json"
+    file.write_text(file.read_text().replace('"matryoshka": []', f'"matryoshka": {widths}'))
+    with pytest.raises(MiaError, match=r"mia_encoder\.json: matryoshka is .*; allowed: a list of widths"):
+        Encoder.load(tmp_path / "e", device="cpu")

@@ -100,6 +100,38 @@ def test_rows_that_a_resumed_run_does_not_make_anew_are_told(
     assert "warning: data.hard_negatives: was 1 up to checkpoint-1 and is 2 now" in capsys.readouterr().err
 
 
+def test_a_changed_loss_or_schedule_of_a_resumed_run_is_told(
+    tiny_bert: Path, make_recipe: Build, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.run(make_recipe(tiny_bert, training={"max_steps": 1}))
+    capsys.readouterr()
+    harmless = {"max_steps": 1, "mini_batch_tokens": 64, "log_steps": 2, "save_steps": 1}
+    trainer.run(make_recipe(tiny_bert, training=harmless), resume="auto")
+    assert "warning" not in capsys.readouterr().err
+    changed = make_recipe(tiny_bert, loss={"negatives": "in_batch"}, training={"max_steps": 2, "learning_rate": 1e-4})
+    trainer.run(changed, resume="auto")
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")] == [
+        "warning: loss.negatives: was 'own' up to checkpoint-1 and is 'in_batch' now",
+        "warning: training.max_steps: was 1 up to checkpoint-1 and is 2 now",
+        "warning: training.learning_rate: was 0.001 up to checkpoint-1 and is 0.0001 now",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"training": {"seed": 1}}, r"training\.seed was 0 and is 1 now, .* trained on twice"),
+        ({"data": {"mixture": {"test": 1.0}}}, r"data\.mixture was None and is \{'test': 1\.0\} now"),
+    ],
+)
+def test_rows_in_another_order_are_refused_on_resuming(
+    change: dict[str, Any], said: str, tiny_bert: Path, make_recipe: Build
+) -> None:
+    trainer.run(make_recipe(tiny_bert, training={"max_steps": 1}))
+    with pytest.raises(MiaError, match=said):
+        trainer.run(make_recipe(tiny_bert, **({"training": {"max_steps": 2}} | change)), resume="auto")
+
+
 def test_a_log_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     log = MetricsLog(tmp_path, start=2)
