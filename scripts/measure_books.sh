@@ -11,6 +11,7 @@ scripts/prepare_books.py fairytaleqa $books --questions 2000
 mia-serve mindscape build --books $books/books -o $books/mindscape --encoder $minilm --chunk-tokens 126 --summaries keywords
 mia-train silver --mindscape $books/mindscape --questions $books/questions.jsonl --encoder $minilm \
   --filter none --keep 1 -o $books/silver.jsonl --json $receipts/books_silver.json
+scripts/measure_silver.py $books/silver.jsonl --json $receipts/books_silver_check.json
 mia-train run recipes/e1_minilm_books.yaml --set "data.train=[$books/silver.jsonl]" \
   --set data.hard_negatives=0 --set data.simple_negatives=1 --set training.output_dir=runs/books_e1_before
 mia-train mine $books/silver.jsonl --mindscape $books/mindscape --encoder runs/books_e1_before \
