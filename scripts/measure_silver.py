@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check silver evidence of FairytaleQA's training questions against the gold sections that it was made without.
 
-    MIA_DATA=FOLDER scripts/measure_silver.py data/fairytales/silver.jsonl --json scripts/receipts/books_silver_check.json
+    MIA_DATA=FOLDER scripts/measure_silver.py data/fairytales/silver.jsonl --json FILE
 
 A silver chunk is right if it holds at least half of a gold section, or lies at least half in one.
 """

@@ -322,8 +322,8 @@ def save_parts(model: torch.nn.Module, tokenizer: Any, spec: EncoderSpec, path: 
     """Write an encoder folder, whole or not at all.
 
     The folder opens in :meth:`Encoder.load` and, for documents and query-only queries, in
-    ``SentenceTransformer(path)`` with equal vectors; where the spec has a ``truncate_dim``, that must be passed to it as
-    well, for it stores none. A model with adapters is written as the adapter alone.
+    ``SentenceTransformer(path)`` with equal vectors; a ``truncate_dim`` of the spec must be passed to it as well, for
+    it stores none. A model with adapters is written as the adapter alone.
     """
     with write_aside(path) as aside:
         model.save_pretrained(str(aside))  # type: ignore[operator]
