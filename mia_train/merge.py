@@ -101,8 +101,6 @@ def merge_adapter(
     output = Path(output)
     if output.exists():
         raise MiaError(f"{output} exists; give a new folder or remove it first")
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{output}: the folder that is to hold it does not exist; create it first")
     source, base_name = _find(str(adapter), base)
     stored = _stored_dtype(base_name)
     saved = dtype if dtype != "auto" else "bfloat16" if stored == "bfloat16" else "float32"

@@ -28,13 +28,13 @@ from mia_train.schema import DistillConfig, LossConfig
 from tests.train.conftest import make_rows
 
 ROWS = 8
-KL, MSE = DistillConfig(weight=2.0), DistillConfig(kind="margin_mse", weight=5.0)
+KL, MSE = DistillConfig(weight=2.0, temperature=0.2), DistillConfig(kind="margin_mse", weight=5.0)
 CONFIGS = {
-    "own": LossConfig(temperature=0.05),
-    "in_batch": LossConfig(negatives="in_batch", temperature=0.05, query_view=0.5),
-    "in_batch+kl": LossConfig(negatives="in_batch", temperature=0.05, distill=KL),
-    "own+margin_mse": LossConfig(temperature=0.05, distill=MSE),
-    "in_batch+kl+matryoshka": LossConfig(negatives="in_batch", temperature=0.05, distill=KL, matryoshka=(16, 8)),
+    "own": LossConfig(temperature=0.2),
+    "in_batch": LossConfig(negatives="in_batch", temperature=0.2, query_view=0.5),
+    "in_batch+kl": LossConfig(negatives="in_batch", temperature=0.2, distill=KL),
+    "own+margin_mse": LossConfig(temperature=0.2, distill=MSE),
+    "in_batch+kl+matryoshka": LossConfig(negatives="in_batch", temperature=0.2, distill=KL, matryoshka=(16, 8)),
 }
 BUDGETS = {"plain": None, "alone": 1, "some": 60, "all": 100_000}  # tokens a forward
 

@@ -249,17 +249,17 @@ def test_what_has_no_adapter_is_already_whole(tiny_bert: Path, tmp_path: Path) -
     assert left_behind(tmp_path) == {"ours"}
 
 
-def test_an_output_that_exists_or_has_no_folder_is_refused(tiny_bert: Path, tmp_path: Path) -> None:
+def test_an_output_that_exists_is_refused_and_folders_above_it_are_made(tiny_bert: Path, tmp_path: Path) -> None:
     adapter = make_adapter(tiny_bert, tmp_path / "adapter")
     (tmp_path / "merged").mkdir()
     with pytest.raises(MiaError, match="merged exists; give a new folder"):
         merge_adapter(adapter, tmp_path / "merged")
-    with pytest.raises(FileNotFoundError, match="create it first"):
-        merge_adapter(adapter, tmp_path / "deep" / "merged")
+    merge_adapter(adapter, tmp_path / "deep" / "merged")
+    assert left_behind(tmp_path / "deep") == {"merged"}
     (adapter / "adapter_config.json").write_text("[]")
     with pytest.raises(MiaError, match=r"adapter_config\.json holds no JSON object"):
         merge_adapter(adapter, tmp_path / "other")
-    assert left_behind(tmp_path) == {"adapter", "merged"} and not left_behind(tmp_path / "merged")
+    assert left_behind(tmp_path) == {"adapter", "deep", "merged"} and not left_behind(tmp_path / "merged")
 
 
 def test_TRN_21_adapters_on_tied_embeddings(tiny_qwen3: Path, tmp_path: Path) -> None:
