@@ -16,7 +16,8 @@ import yaml
 from torch import Tensor
 
 from mia_serve.core import Encoder, EncoderSpec, MiaError, Sequence, TextTokeniser, embed_batch, pad_sequences
-from mia_serve.core.load import adapter_base, folder_facts, load_parts, resolve_folder
+from mia_serve.core.load import adapter_base, folder_facts, load_parts
+from mia_serve.core.names import resolve_folder
 from mia_serve.core.storage import write_aside
 from mia_train.card import PEFT_NOTE
 from mia_train.finish import RECIPE_FILE, RUN_FILE

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from mia_serve.core import MiaError
 from mia_serve.core.device import resolve_device
-from mia_serve.core.load import resolve_folder
+from mia_serve.core.names import resolve_folder
 from mia_train.distributed import is_main
 from mia_train.embedding import Embedder, in_turns, once
 

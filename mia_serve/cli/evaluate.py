@@ -83,7 +83,7 @@ def retrieval(
         raise ValueError("no first-stage encoder: give --base or --e1 (the checkpoint of --encoder names neither)")
 
     # Only now what takes seconds to import: a mistyped option has been answered already.
-    from mia_serve.core.load import resolve_folder
+    from mia_serve.core.names import resolve_folder
     from mia_serve.eval.datasets import load_benchmark
     from mia_serve.eval.retrieval import DEFAULT_ROWS, evaluate_retrieval
 

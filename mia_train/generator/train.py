@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from trl import SFTConfig
 
 from mia_serve.core import MiaError
-from mia_serve.core.load import resolve_folder
+from mia_serve.core.names import resolve_folder
 from mia_serve.eval.versions import package_versions
 from mia_train import distributed, sharding
 from mia_train.config import dump_recipe

@@ -15,7 +15,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from mia_serve.core import Encoder, EncoderSpec, MiaError, embed_batch, pad_sequences
 from mia_serve.core.encoder import batches_by_tokens
-from mia_serve.core.load import folder_facts, positions, resolve_folder
+from mia_serve.core.load import folder_facts, positions
+from mia_serve.core.names import resolve_folder
 from tests.conftest import CORPUS, MINILM
 
 TEXTS = [

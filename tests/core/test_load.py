@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mia_serve.core import SPEC_FILE, Encoder, MiaError
+from mia_serve.core.names import full_name
 
 
 @pytest.fixture
@@ -75,3 +76,14 @@ def test_an_encoder_that_gives_nan_says_so(tiny_bert: Path):
     # Never the query-only view in its place.
     with pytest.raises(RuntimeError, match="NaN for text 0"):
         encoder.encode_queries(["boat"], [["lamps"]])
+
+
+def test_a_packaged_model_opens_by_its_published_name_with_the_same_spec(minilm: Encoder):
+    opened = Encoder.load("all-MiniLM-L6-v2", device="cpu")
+    assert opened.spec_hash == minilm.spec_hash and opened.spec.base == minilm.spec.base
+
+
+def test_a_folder_is_not_mistaken_for_a_published_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "all-MiniLM-L6-v2").mkdir()
+    assert full_name("all-MiniLM-L6-v2") == "all-MiniLM-L6-v2"
