@@ -1,0 +1,165 @@
+"""Fusion of lexical and dense scores over every candidate, and the choice of its weight without looking at the answer.
+
+Both sides score all candidates of a query (all sessions of a conversation); neither is cut to a short list first, so
+a candidate that one side ranks low can still win. Everything is computed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from mia_serve.core.errors import MiaError
+
+#: Weights that a search over alpha tries: 0, .05 ... 1. 1 is the first (lexical) side alone.
+ALPHAS: tuple[float, ...] = tuple(step / 20 for step in range(21))
+#: Constant of reciprocal rank fusion (Cormack, Clarke & Büttcher, SIGIR 2009).
+RRF_K = 60
+#: A row whose population standard deviation is below this says nothing: its z-scores are all zero.
+_FLAT = 1e-9
+
+
+def zscore(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    """Standardise each row by the mean and population standard deviation of its candidates.
+
+    Args:
+        scores: (n, S), one row a query.
+        mask: (n, S) or (S,) bool, True where a candidate is there (rows may be padded, or a session have no vector).
+            Absent ones do not enter the statistics. None: all are there.
+
+    Returns:
+        (n, S) float64. Absent candidates are 0, the mean, as is a whole row that is constant (deviation under 1e-9).
+
+    Raises:
+        MiaError: A score of a present candidate is NaN or infinite, or the mask has another shape.
+    """
+    values, present = _checked(scores, mask)
+    count = np.maximum(present.sum(axis=-1, keepdims=True), 1)
+    centred = np.where(present, values - values.sum(axis=-1, keepdims=True) / count, 0.0)
+    deviation = np.sqrt((centred * centred).sum(axis=-1, keepdims=True) / count)
+    flat = deviation < _FLAT
+    return np.where(flat, 0.0, centred / np.where(flat, 1.0, deviation))
+
+
+def mix(first: np.ndarray, second: np.ndarray, alpha: float | np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    """Mix two sides' scores: ``alpha * z(first) + (1 - alpha) * z(second)``.
+
+    Args:
+        first: (n, S) scores of the first side, by custom the lexical one.
+        second: (n, S) scores of the second side for the same candidates.
+        alpha: Weight of the first side in [0, 1]: one number, or one a query (n,).
+        mask: (n, S) or (S,) bool, False where there is no such candidate (padding). None: all are there.
+
+    Returns:
+        (n, S) float64; -inf where there is no candidate, so that ``rank`` puts it last.
+
+    Raises:
+        MiaError: Shapes differ, ``alpha`` is outside [0, 1], or as ``zscore``.
+    """
+    first, second = np.asarray(first), np.asarray(second)
+    if first.shape != second.shape:
+        raise MiaError(f"shapes {first.shape} and {second.shape} differ; both sides must score the same candidates")
+    weight = np.asarray(alpha, dtype=np.float64)[..., None]
+    if not ((weight >= 0) & (weight <= 1)).all():
+        raise MiaError(f"alpha is {alpha}; it must lie in [0, 1] (1: the first side alone)")
+    if weight.ndim > 1 and weight.shape[:-1] != first.shape[:-1]:
+        raise MiaError(f"alpha has shape {weight.shape[:-1]}, queries {first.shape[:-1]}; give one number, or one each")
+    mixed = weight * zscore(first, mask) + (1 - weight) * zscore(second, mask)
+    return mixed if mask is None else np.where(mask, mixed, -np.inf)
+
+
+def rrf(
+    score_lists: Sequence[np.ndarray], k: float = RRF_K, present: Sequence[np.ndarray | None] | None = None
+) -> np.ndarray:
+    """Fuse by reciprocal rank: the sum over lists of ``1 / (k + rank)``, ranks from 1.
+
+    Equal scores are ranked by their column, lower first, so the result does not depend on how a sort treats ties.
+
+    Args:
+        score_lists: One (n, S) array a list, all over the same candidates.
+        k: Constant that flattens the top ranks, 60 in the paper.
+        present: One (n, S) or (S,) bool array a list (None: all there). A candidate that a list does not hold takes no
+            rank in it and gets 0 from it.
+
+    Returns:
+        (n, S) float64.
+
+    Raises:
+        MiaError: No list, shapes that differ, a negative ``k``, or a score that is NaN or infinite.
+    """
+    if not len(score_lists):
+        raise MiaError("no score list to fuse; give one (n, S) array for each ranking")
+    masks = [None] * len(score_lists) if present is None else list(present)
+    if len(masks) != len(score_lists):
+        raise MiaError(f"{len(score_lists)} score lists but {len(masks)} masks; give one for each, or None")
+    if not k >= 0:
+        raise MiaError(f"k is {k}; it must be 0 or more (60 in the paper)")
+    shape = np.shape(score_lists[0])
+    fused = np.zeros(shape)
+    for scores, mask in zip(score_lists, masks, strict=True):
+        if np.shape(scores) != shape:
+            raise MiaError(f"shapes {shape} and {np.shape(scores)} differ; all lists must score the same candidates")
+        values, there = _checked(scores, mask)
+        order = rank(np.where(there, values, -np.inf))
+        places = np.empty_like(order)
+        np.put_along_axis(places, order, np.broadcast_to(np.arange(1, shape[-1] + 1), shape), axis=-1)
+        fused += np.where(there, 1.0 / (k + places), 0.0)
+    return fused
+
+
+def rank(scores: np.ndarray) -> np.ndarray:
+    """Order candidates by descending score, ties to the lower column.
+
+    Args:
+        scores: (S,) or (n, S).
+
+    Returns:
+        Column numbers, best first, of the same shape.
+    """
+    return np.argsort(-np.asarray(scores, dtype=np.float64), axis=-1, kind="stable")
+
+
+def leave_one_group_out(values: np.ndarray, groups: Sequence[Hashable]) -> tuple[np.ndarray, dict[Hashable, int]]:
+    """Choose, for each group, the setting that does best on the questions of all other groups.
+
+    A group's own values are never read when its setting is chosen.
+
+    Args:
+        values: (n, A), the metric of each question under each setting (one column an alpha, ascending).
+        groups: Group of each question, (n,): its conversation, or its fold.
+
+    Returns:
+        The column chosen for each question (n,) int64, and for each group in order of appearance. "Best" is the mean
+        over the other groups' questions (micro average), ties to the lowest column.
+
+    Raises:
+        MiaError: Lengths differ, a value is NaN or infinite, or there are fewer than two groups.
+    """
+    table = np.asarray(values, dtype=np.float64)
+    if table.ndim != 2 or table.shape[1] == 0 or len(table) != len(groups):
+        raise MiaError(f"values have shape {table.shape} for {len(groups)} groups; give (questions, settings)")
+    if not np.isfinite(table).all():
+        raise MiaError("values hold NaN or infinity; leave out questions that have no value")
+    place: dict[Hashable, int] = {}
+    member = np.array([place.setdefault(group, len(place)) for group in groups])
+    if len(place) < 2:
+        raise MiaError(f"{len(place)} group; choosing a setting on the others needs at least two")
+    chosen = {group: int(np.argmax(table[member != number].sum(axis=0))) for group, number in place.items()}
+    return np.array([chosen[group] for group in groups], dtype=np.int64), chosen
+
+
+def _checked(scores: np.ndarray, mask: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return float64 scores with 0 where absent, and the mask in full."""
+    values = np.asarray(scores, dtype=np.float64)
+    if mask is None:
+        present = np.ones(values.shape, dtype=bool)
+    else:
+        given = np.asarray(mask, dtype=bool)
+        if given.shape not in (values.shape, values.shape[-1:]):
+            raise MiaError(f"mask has shape {given.shape}, the scores {values.shape}; give one flag a score")
+        present = np.broadcast_to(given, values.shape)
+    values = np.where(present, values, 0.0)
+    if not np.isfinite(values).all():
+        raise MiaError("scores hold NaN or infinity; give finite ones, and a mask for candidates that have none")
+    return values, present
