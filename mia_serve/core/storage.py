@@ -1,4 +1,7 @@
-"""Folders that are either whole or not there: written beside their place, flushed, and renamed into it."""
+"""Folders that are either whole or not there: written beside their place, flushed, and renamed into it.
+
+Also the lock that keeps writers of one place apart.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,19 @@ import hashlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from mia_serve.core.errors import MiaError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_POLL_S = 0.02
 
 
 @contextmanager
@@ -51,6 +64,51 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(path: Path, timeout: float) -> int:
+    """Take the lock of a file, made if it is missing; the system drops it when its holder dies.
+
+    Args:
+        path: The file; its folder exists.
+        timeout: Seconds to wait for another holder.
+
+    Returns:
+        A descriptor for :func:`unlock_file`.
+
+    Raises:
+        TimeoutError: If somebody else holds it all that time.
+        MiaError: If the platform has no such locks.
+    """
+    if fcntl is None:
+        raise MiaError(f"{path}: this platform has no file locks (fcntl), so nothing can be written; reading works")
+    deadline = time.monotonic() + timeout
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A holder may remove the file: then the lock is one of a file that nobody else will open.
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise TimeoutError(
+                    f"{path}: another writer holds the lock (waited {timeout:g} s); try again when it is done, or wait "
+                    "longer (timeout)"
+                ) from None
+            time.sleep(_POLL_S)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def unlock_file(descriptor: int) -> None:
+    """Drop a lock, in children that inherited it too."""
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _swap(aside: Path, path: Path) -> None:

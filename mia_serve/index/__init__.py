@@ -1,6 +1,7 @@
 """Exact vector search over chunks and their sessions."""
 
-from mia_serve.index.results import Hits, SessionHits
+from mia_serve.index.faiss_flat import GpuOptions
+from mia_serve.index.results import Hits, SessionHits, SessionScores
 from mia_serve.index.session_index import SessionIndex
 
-__all__ = ["Hits", "SessionHits", "SessionIndex"]
+__all__ = ["GpuOptions", "Hits", "SessionHits", "SessionIndex", "SessionScores"]

@@ -7,101 +7,99 @@ float32, and ties are ordered by id.
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import torch
 
-_ELEMENTS = 1 << 23  # float64 numbers held at once: 64 MiB
+from mia_serve.index.blocks import VectorBlocks
+
+_ELEMENTS = 1 << 21  # float64 numbers held at once: 16 MiB
+_PAIRS = 1 << 16  # of them, where pairs are scored: what stays in the cache
+
+LEAST = torch.iinfo(torch.int64).min  # below every key
 
 
-def rescore(queries: torch.Tensor, vectors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Score given rows for each query.
+def pair_scores(queries: torch.Tensor, vectors: VectorBlocks, query: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Score given pairs.
 
     Args:
         queries: (n, d) float32.
-        vectors: (N, d) float32.
-        rows: (n, f) int64, -1 where padded.
+        vectors: By position.
+        query: (m,) int64, rows of queries.
+        position: (m,) int64.
 
     Returns:
-        (n, f) float32, -inf where padded.
+        (m,) float32.
     """
-    scores = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-    wide = max(1, min(rows.shape[1], _ELEMENTS // vectors.shape[1]))
-    tall = max(1, _ELEMENTS // (wide * vectors.shape[1]))
-    for top in range(0, rows.shape[0], tall):
-        query = queries[top : top + tall].double()[:, :, None]
-        for left in range(0, rows.shape[1], wide):
-            part = rows[top : top + tall, left : left + wide]
-            products = torch.bmm(vectors[part.clamp(min=0)].double(), query)[:, :, 0]
-            scores[top : top + tall, left : left + wide] = products.masked_fill_(part < 0, -torch.inf).float()
+    scores = np.empty(len(query), np.float32)
+    wide = queries.double()
+    step = max(1, _PAIRS // vectors.dim)
+    for start in range(0, len(query), step):
+        part = slice(start, start + step)
+        if queries.device.type == "cpu":  # nothing that is worth waking other threads for
+            found = np.einsum("md,md->m", vectors.take(position[part]).numpy(), wide.numpy()[query[part]])
+            scores[part] = found + 0.0
+            continue
+        which = torch.from_numpy(query[part]).to(queries.device)
+        scores[part] = rounded((vectors.take(position[part]).double() * wide[which]).sum(1)).cpu().numpy()
     return scores
 
 
-def score_all(queries: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """Score every row for each query, (n, N) float32."""
-    scores = torch.empty((len(queries), len(vectors)), dtype=torch.float32, device=queries.device)
-    query = queries.double()
-    tile = max(1, _ELEMENTS // vectors.shape[1])
-    for start in range(0, len(vectors), tile):
-        scores[:, start : start + tile] = query @ vectors[start : start + tile].double().T
-    return scores
+def rounded(scores: torch.Tensor) -> torch.Tensor:
+    """Round float64 scores once; -0 becomes 0, so that the two tie."""
+    return scores.float() + 0.0
 
 
-def by_score_then_rank(
-    scores: torch.Tensor, rows: torch.Tensor, rank: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort each row by descending score, ties by ascending rank of the id; padding (row -1) last.
+def to_keys(scores: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
+    """Pack scores and ranks into int64 keys: the greater key is the greater score or, of equals, the lesser rank.
 
     Args:
-        scores: (n, f) float32.
-        rows: (n, f) int64, -1 where padded.
-        rank: (N,) int64, place of each row's id among the sorted ids.
-
-    Returns:
-        Sorted scores and rows.
+        scores: Finite float32, or -inf.
+        rank: 0 to 2³² - 1, of a shape that broadcasts.
     """
-    key = torch.where(rows >= 0, rank[rows.clamp(min=0)], len(rank))
-    by_rank = key.argsort(dim=1)
-    scores, rows = scores.gather(1, by_rank), rows.gather(1, by_rank)
-    scores, by_score = scores.sort(dim=1, descending=True, stable=True)
-    return scores, rows.gather(1, by_score)
+    bits = scores.contiguous().view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as signed integers in the order of the floats
+    return (ordered.long() << 32) | (0xFFFFFFFF - rank.long())
+
+
+def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the float32 scores and int64 ranks that keys were made of."""
+    ordered = (keys >> 32).int()
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), 0xFFFFFFFF - (keys & 0xFFFFFFFF)
+
+
+def merge_top(best: torch.Tensor, keys: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the k greatest of (n, a) and (n, b) keys, descending, or all where there are fewer."""
+    both = torch.cat([best, keys], dim=1)
+    return both.topk(min(k, both.shape[1]), dim=1).values
 
 
 def exhaustive_top(
-    queries: torch.Tensor, vectors: torch.Tensor, order: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the k best rows by full exact scoring, in bounded memory: slower, and right for any number of ties.
+    queries: torch.Tensor, vectors: VectorBlocks, k: int, rank: np.ndarray, allowed: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k best chunks by full exact scoring, in bounded memory: slower, and right for any number of ties.
 
     Args:
         queries: (n, d) float32.
-        vectors: (N, d) float32.
-        order: (N,) int64, rows by ascending id.
-        k: At most N.
+        vectors: By position.
+        k: At most the number of allowed positions.
+        rank: (P,) place of each id among the sorted ids.
+        allowed: (P,) bool; None for all.
 
     Returns:
-        Scores and rows, (n, k) each.
+        Scores (n, k) float32 and ranks (n, k) int64.
     """
-    tile = max(k, 1 << 14)
-    tall = max(1, _ELEMENTS // (tile + k))
+    ranks = torch.from_numpy(rank).to(queries.device)
     found = []
-    for part in queries.split(tall):
-        best = part.new_empty((len(part), 0))
-        rows = torch.empty((len(part), 0), dtype=torch.int64, device=part.device)
-        for start in range(0, len(order), tile):
-            block = order[start : start + tile]
-            # Blocks come in id order behind the running best, so a stable sort keeps the lowest id of equals in front.
-            best = torch.cat([best, score_all(part, vectors[block])], dim=1)
-            rows = torch.cat([rows, block.expand(len(part), -1)], dim=1)
-            best, kept = best.sort(dim=1, descending=True, stable=True)
-            best, rows = best[:, :k], rows.gather(1, kept[:, :k])
-        found.append((best, rows))
-    scores, rows_found = zip(*found, strict=True)
-    return torch.cat(scores), torch.cat(rows_found)
-
-
-def float32_margin(dim: int) -> float:
-    """Bound the error of a float32 inner product of two unit vectors.
-
-    The rounding errors of d terms add up like √d (Higham and Mary, 2019); eight times that is never met in practice.
-    """
-    return 8 * math.sqrt(dim) * 2.0**-24
+    for part in queries.split(max(1, _ELEMENTS // (4 * k))):
+        best = torch.empty((len(part), 0), dtype=torch.int64, device=part.device)
+        wide = part.double()
+        tall = max(1, min(_ELEMENTS // len(part), _ELEMENTS // vectors.dim))
+        for start, tile in vectors.tiles(tall):
+            stop = start + len(tile)
+            keys = to_keys(rounded(wide @ tile.double().T), ranks[start:stop])
+            if allowed is not None:
+                keys = keys[:, torch.from_numpy(allowed[start:stop]).to(keys.device)]
+            best = merge_top(best, keys, k)
+        found.append(best)
+    scores, place = from_keys(torch.cat(found))
+    return scores.cpu().numpy(), place.cpu().numpy()

@@ -1,81 +1,133 @@
-"""An index on disk: a folder that is either whole or not there."""
+"""Read an index folder: the state of one commit, checked, vectors mapped and not copied.
+
+Readers take no lock. What a commit leaves is never changed, only removed by a later one; a reader that meets a removed
+file finds a newer manifest and starts again from that.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from mia_serve.core.errors import MiaError
-from mia_serve.core.storage import recover, sha256, write_aside
+from mia_serve.index.manifest import (
+    IDS,
+    METADATA,
+    OFFSETS,
+    ROWS,
+    SESSION_OF,
+    SESSIONS,
+    VECTORS,
+    FileEntry,
+    Manifest,
+    SegmentEntry,
+    parse_manifest,
+    read_manifest_bytes,
+)
+from mia_serve.index.vectors import DTYPES, Block, Storage
 
-MANIFEST = "manifest.json"
-_KIND = "mia-index"
-_FORMAT = 2
-_VECTORS, _ENTRIES = "vectors.npy", "entries.json"
+_TRIES = 20  # a commit between every two of them: then something is wrong
+# Python 3.11 has no name for it; the value is that of x86 and ARM.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
-class StoredIndex(NamedTuple):
-    """Contents of an index folder: ids and sessions of N rows, vectors (N, d) float32, hash of the encoder."""
+class Segment(NamedTuple):
+    """Rows that were written together, deleted ones included.
+
+    Attributes:
+        ids: Chunk ids.
+        sessions: Session id of each chunk.
+        metadata: An object or None a chunk; None if no chunk has any.
+        vectors: (n, d) as stored, mapped from the file; changes to it are never written.
+        rows: Row numbers, (n,) int64 ascending.
+        alive: (n,) bool, False where deleted.
+    """
 
     ids: list[str]
     sessions: list[str]
-    vectors: np.ndarray
-    spec_hash: str | None
+    metadata: list[dict[str, Any] | None] | None
+    vectors: Block
+    rows: np.ndarray
+    alive: np.ndarray
 
 
-def write_index(path: str | Path, stored: StoredIndex) -> None:
-    """Write an index, whole or not at all; an older one at the same place is replaced.
+class Snapshot(NamedTuple):
+    """An index at one commit; it stays readable when the index is changed or removed.
 
-    Raises:
-        MiaError: If path exists and is not an index, so that nothing else is ever overwritten.
+    Attributes:
+        dim: Width d of the vectors.
+        storage: How they are stored.
+        spec_hash: Hash of the encoder that made them; None if unknown.
+        generation: Number of the commit.
+        next_row: Least row number that was never given.
+        segments: By ascending rows, which do not overlap.
     """
-    target = Path(path)
-    if target.exists() and not (target / MANIFEST).is_file():
-        raise MiaError(f"{target}: exists and is no index (no {MANIFEST}); give a new folder or an index to replace")
-    with write_aside(target) as aside:
-        np.save(aside / _VECTORS, stored.vectors, allow_pickle=False)
-        _write_json(aside / _ENTRIES, {"ids": stored.ids, "sessions": stored.sessions})
-        rows, dim = stored.vectors.shape
-        manifest = {"kind": _KIND, "format": _FORMAT, "rows": rows, "dim": dim, "spec_hash": stored.spec_hash}
-        manifest["sha256"] = {name: sha256(aside / name) for name in (_VECTORS, _ENTRIES)}
-        _write_json(aside / MANIFEST, manifest)
+
+    dim: int
+    storage: Storage
+    spec_hash: str | None
+    generation: int
+    next_row: int
+    segments: tuple[Segment, ...]
 
 
-def read_index(path: str | Path, expected_spec_hash: str | None = None) -> StoredIndex:
-    """Read an index folder.
+class Entries(NamedTuple):
+    """All of a segment but vectors and metadata; ids are still one run of bytes."""
+
+    ids: bytes
+    offsets: np.ndarray  # (n + 1,) int64
+    sessions: list[str]  # names
+    session_of: np.ndarray  # (n,) places of names
+    rows: np.ndarray  # (n,) int64
+    alive: np.ndarray  # (n,) bool
+
+
+def read_snapshot(path: str | Path, expected_spec_hash: str | None = None, verify: bool = True) -> Snapshot:
+    """Read the last commit of an index.
+
+    Args:
+        path: The folder.
+        expected_spec_hash: Hash of the encoder that will make the queries; None: not checked.
+        verify: Whether to check the SHA-256 of the vectors, which reads them once. Sizes, and the checksums of all
+            other files, are checked in any case.
 
     Raises:
-        FileNotFoundError: If path is not an index folder.
-        MiaError: If it was made by another encoder than expected, or a file is damaged or was altered.
+        FileNotFoundError: If there is no index.
+        MiaError: If its vectors are another encoder's, it has another format, or a file is missing, damaged or altered.
     """
     folder = Path(path)
-    recover(folder)
-    if not (folder / MANIFEST).is_file():
-        raise FileNotFoundError(f"{folder}: no index here (no {MANIFEST}); make one with SessionIndex.save")
-    manifest = _read_json(folder / MANIFEST)
-    if manifest.get("kind") != _KIND or manifest.get("format") != _FORMAT:
-        found = f"kind {manifest.get('kind')!r}, format {manifest.get('format')!r}"
-        raise MiaError(
-            f"{folder / MANIFEST}: {found}; this version reads {_KIND!r}, format {_FORMAT}: rebuild the index"
-        )
-    missing = {"rows", "dim", "spec_hash", "sha256"} - manifest.keys()
-    if missing:
-        raise MiaError(f"{folder / MANIFEST}: {sorted(missing)[0]!r} is missing: rebuild the index")
-    check_spec_hash(str(folder), manifest["spec_hash"], expected_spec_hash)
-    for name in (_VECTORS, _ENTRIES):
-        if {**manifest["sha256"]}.get(name) != sha256(folder / name):
-            raise MiaError(f"{folder / name}: damaged or altered (its sha256 is not the manifest's): rebuild the index")
-    entries = _read_json(folder / _ENTRIES)
-    # Mapped, not read: the index makes its own copy.
-    vectors = np.load(folder / _VECTORS, mmap_mode="r" if manifest["rows"] else None, allow_pickle=False)
-    rows, dim = manifest["rows"], manifest["dim"]
-    if vectors.shape != (rows, dim) or len(entries["ids"]) != rows or len(entries["sessions"]) != rows:
-        held = f"vectors {vectors.shape}, {len(entries['ids'])} ids, {len(entries['sessions'])} sessions"
-        raise MiaError(f"{folder}: manifest says {rows} rows of dim {dim} but it holds {held}: rebuild the index")
-    return StoredIndex(entries["ids"], entries["sessions"], vectors, manifest["spec_hash"])
+    for _ in range(_TRIES):
+        raw = read_manifest_bytes(folder)
+        manifest = parse_manifest(folder, raw)
+        check_spec_hash(str(folder), manifest.spec_hash, expected_spec_hash)
+        try:
+            return _read(folder, manifest, verify)
+        except MiaError:
+            if read_manifest_bytes(folder) == raw:
+                raise
+    raise RuntimeError(f"{folder}: {_TRIES} commits while it was read: try again when its writer is less busy")
+
+
+def read_generation(path: str | Path) -> int:
+    """Return the number of the last commit; reads the manifest only.
+
+    Raises:
+        FileNotFoundError: If there is no index.
+        MiaError: If the manifest is damaged or has another format.
+    """
+    folder = Path(path)
+    return parse_manifest(folder, read_manifest_bytes(folder)).generation
 
 
 def check_spec_hash(what: str, found: str | None, expected: str | None) -> None:
@@ -91,15 +143,122 @@ def check_spec_hash(what: str, found: str | None, expected: str | None) -> None:
         )
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+def read_ranges(folder: Path, manifest: Manifest) -> np.ndarray | None:
+    """Read the int8 ranges, (2, d) float32; None if there are none."""
+    if manifest.ranges is None:
+        return None
+    return _array(read_file(folder, manifest.ranges), "<f4").reshape(2, manifest.dim)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_entries(folder: Path, segment: SegmentEntry) -> Entries:
+    """Read all of a segment but vectors and metadata."""
+    inside = folder / segment.name
+
+    def read(name: str) -> bytes:
+        return read_file(inside, segment_file(folder, segment, name))
+
+    rows = _array(read(ROWS), "<i8")
+    alive = np.ones(segment.rows, bool)
+    if segment.tombstones is not None:
+        alive[np.searchsorted(rows, _array(read_file(folder, segment.tombstones), "<i8"))] = False
+    offsets, session_of = _array(read(OFFSETS), "<i8"), _array(read(SESSION_OF), "<u4")
+    return Entries(read(IDS), offsets, json.loads(read(SESSIONS)), session_of, rows, alive)
+
+
+def segment_file(folder: Path, segment: SegmentEntry, name: str) -> FileEntry:
+    """Return a file that every segment has."""
+    entry = segment.file(name)
+    if entry is None:
+        raise MiaError(f"{folder / segment.name}: the manifest lists no {name}: rebuild the index")
+    return entry
+
+
+def split_ids(ids: bytes, offsets: np.ndarray) -> list[str]:
+    """Cut n ids out of the bytes that they lie in, between n + 1 offsets."""
+    if ids.isascii():  # one decoding instead of n
+        text = ids.decode("ascii")
+        return [text[start:end] for start, end in pairwise(offsets.tolist())]
+    return [ids[start:end].decode() for start, end in pairwise(offsets.tolist())]
+
+
+def read_file(folder: Path, entry: FileEntry) -> bytes:
+    """Read a small file and check it."""
+    with open_checked(folder, entry) as file:
+        content = file.read()
+    check_digest(folder / entry.name, entry, hashlib.sha256(content).hexdigest())
+    return content
+
+
+@contextmanager
+def open_checked(folder: Path, entry: FileEntry) -> Iterator[BufferedReader]:
+    """Open a listed file for reading; its size is checked.
+
+    Raises:
+        MiaError: If it is missing or of another size.
+    """
+    path = folder / entry.name
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MiaError(f"{path}: not readable as JSON ({error}): rebuild the index") from error
-    if not isinstance(value, dict):
-        raise MiaError(f"{path}: expected a JSON object: rebuild the index")
-    return value
+        file = open(path, "rb")  # noqa: SIM115
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise MiaError(f"{path}: missing, though the manifest lists it: rebuild the index") from None
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size != entry.size:
+            raise MiaError(
+                f"{path}: damaged or altered ({size} bytes where the manifest says {entry.size}): rebuild the index"
+            )
+        yield file
+
+
+def check_digest(path: Path, entry: FileEntry, found: str) -> None:
+    """Raise MiaError if a file's SHA-256 is not the manifest's."""
+    if found != entry.sha256:
+        raise MiaError(f"{path}: damaged or altered (its sha256 is not the manifest's): rebuild the index")
+
+
+def _read(folder: Path, manifest: Manifest, verify: bool) -> Snapshot:
+    ranges = read_ranges(folder, manifest)
+    segments = tuple(_read_segment(folder, manifest, segment, ranges, verify) for segment in manifest.segments)
+    storage = cast(Storage, manifest.storage)
+    return Snapshot(manifest.dim, storage, manifest.spec_hash, manifest.generation, manifest.next_row, segments)
+
+
+def _read_segment(
+    folder: Path, manifest: Manifest, segment: SegmentEntry, ranges: np.ndarray | None, verify: bool
+) -> Segment:
+    entries = read_entries(folder, segment)
+    metadata = None
+    stored = segment.file(METADATA)
+    if stored is not None:
+        # One parse of one list is much faster than n of an object.
+        lines = read_file(folder / segment.name, stored).split(b"\n")[:-1]
+        metadata = json.loads(b"[" + b",".join(lines) + b"]")
+    entry = segment_file(folder, segment, VECTORS)
+    with open_checked(folder / segment.name, entry) as file:
+        if verify:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            check_digest(folder / segment.name / VECTORS, entry, digest)
+        data = _map(file, entry.size, DTYPES[manifest.storage]).reshape(segment.rows, manifest.dim)
+    return Segment(
+        split_ids(entries.ids, entries.offsets),
+        [entries.sessions[place] for place in entries.session_of.tolist()],
+        metadata,
+        Block(data, ranges),
+        entries.rows,
+        entries.alive,
+    )
+
+
+def _map(file: BufferedReader, size: int, dtype: np.dtype) -> np.ndarray:
+    if not size:
+        return np.empty(0, dtype)
+    # Private and writable: torch takes it without a complaint, and nothing that is written reaches the file. Without
+    # NORESERVE Linux would refuse to map a file larger than the memory that way.
+    if hasattr(mmap, "MAP_PRIVATE"):
+        flags, protection = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        return np.frombuffer(mmap.mmap(file.fileno(), size, flags=flags, prot=protection), dtype)
+    return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype)
+
+
+def _array(content: bytes, dtype: str) -> np.ndarray:
+    return np.frombuffer(bytearray(content), dtype)  # a bytearray, so that it may be written to

@@ -10,35 +10,14 @@ import pytest
 import torch
 
 from mia_serve.core.scoring import fuse_views
-from mia_serve.index import SessionIndex, flat, session_index
+from mia_serve.index import SessionIndex
+from tests.index.reference import best_chunks, build, products, unit
 
 BACKENDS = ["torch", "faiss"]
 
 
-def unit(rng: np.random.Generator, rows: int, dim: int) -> np.ndarray:
-    """Random unit rows."""
-    x = rng.standard_normal((rows, dim)).astype(np.float32)
-    return x / np.linalg.norm(x, axis=1, keepdims=True)
-
-
-def build(backend: str, vectors: np.ndarray, ids: list[str] | None = None, sessions: list[str] | None = None):
-    index = SessionIndex(vectors.shape[1], backend, "cpu")
-    names = ids if ids is not None else [f"c{i}" for i in range(len(vectors))]
-    index.add(names, vectors, sessions if sessions is not None else ["s"] * len(vectors))
-    return index
-
-
-def reference(queries: np.ndarray, vectors: np.ndarray, ids: list[str], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and rows of the k best by score descending, then id ascending."""
-    scores = (queries.astype(np.float64) @ vectors.astype(np.float64).T).astype(np.float32)
-    rank = np.empty(len(ids), int)
-    rank[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
-    rows = np.stack([np.lexsort((rank, -row))[:k] for row in scores])
-    return np.take_along_axis(scores, rows, axis=1), rows
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("k", [1, 7, 40, 97])
+@pytest.mark.parametrize("k", [1, 7, 40, 97, 300])
 def test_equals_numpy_with_ties_and_negative_scores(backend: str, k: int) -> None:
     rng = np.random.default_rng(0)
     vectors = unit(rng, 300, 24)
@@ -46,8 +25,8 @@ def test_equals_numpy_with_ties_and_negative_scores(backend: str, k: int) -> Non
     vectors[200:205] = -vectors[3]
     queries = np.concatenate([unit(rng, 20, 24), vectors[3:4], -vectors[3:4]])
     ids = [f"c{i}" for i in rng.permutation(300)]
-    hits = build(backend, vectors, ids).search(queries, k)
-    scores, rows = reference(queries, vectors, ids, k)
+    hits = build(vectors, ids, backend=backend).search(queries, k)
+    scores, rows = best_chunks(queries, vectors, ids, k)
     np.testing.assert_array_equal(hits.rows, rows)
     np.testing.assert_array_equal(hits.scores, scores)
     assert hits.ids == [[ids[i] for i in row] for row in rows]
@@ -60,49 +39,21 @@ def test_small_integers_tie_everywhere(backend: str) -> None:
     vectors = rng.integers(-1, 2, (500, 4)).astype(np.float32)
     queries = rng.integers(-1, 2, (30, 4)).astype(np.float32)
     ids = [str(i) for i in range(500)]
-    hits = build(backend, vectors, ids).search(queries, 13)
-    np.testing.assert_array_equal(hits.rows, reference(queries, vectors, ids, 13)[1])
+    hits = build(vectors, ids, backend=backend).search(queries, 13)
+    np.testing.assert_array_equal(hits.rows, best_chunks(queries, vectors, ids, 13)[1])
 
 
-def test_tiles_do_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(2)
-    vectors, queries = unit(rng, 211, 16), unit(rng, 17, 16)
-    vectors[50:120] = vectors[5]
-    queries[0] = vectors[5]
-    whole = build("torch", vectors, sessions=[f"s{i % 9}" for i in range(211)])
-    expected, sessions = whole.search(queries, 12), whole.search_sessions(queries, 4)
-    monkeypatch.setattr(flat, "_QUERY_TILE", 4)
-    monkeypatch.setattr(flat, "_SCORE_TILE", 4 * 32)
-    monkeypatch.setattr("mia_serve.index.exact._ELEMENTS", 64)
-    monkeypatch.setattr(session_index, "_SESSION_SCORES", 500)
-    tiled = whole.search(queries, 12)
-    np.testing.assert_array_equal(tiled.rows, expected.rows)
-    np.testing.assert_array_equal(tiled.scores, expected.scores)
-    again = whole.search_sessions(queries, 4)
-    assert again.ids == sessions.ids and again.best_chunk == sessions.best_chunk
-
-
-def test_score_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = 0
-    matmul = torch.Tensor.__matmul__
-
-    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        nonlocal largest
-        product = matmul(a, b)
-        largest = max(largest, product.numel())
-        return product
-
-    monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
-    monkeypatch.setattr(flat, "_SCORE_TILE", 1 << 16)
-    rng = np.random.default_rng(3)
-    build("torch", unit(rng, 5000, 8)).search(unit(rng, 600, 8), 5)
-    assert 0 < largest <= 1 << 16
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_corpus_of_equal_vectors_is_ranked_by_id(backend: str) -> None:
+    vectors = np.tile(unit(np.random.default_rng(2), 1, 8), (20_000, 1))
+    ids = [f"{i:05d}" for i in reversed(range(20_000))]
+    assert build(vectors, ids, backend=backend).search(vectors[:2], 3).ids == [["00000", "00001", "00002"]] * 2
 
 
 def test_batch_equals_single() -> None:
     rng = np.random.default_rng(4)
     vectors, queries = unit(rng, 400, 32), unit(rng, 25, 32)
-    index = build("torch", vectors)
+    index = build(vectors)
     together = index.search(queries, 10)
     for i, query in enumerate(queries):
         alone = index.search(query[None], 10)
@@ -112,7 +63,7 @@ def test_batch_equals_single() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_SRV_32_k_beyond_the_corpus(backend: str) -> None:
-    hits = build(backend, np.eye(2, 3, dtype=np.float32)).search(np.eye(1, 3, dtype=np.float32), 5)
+    hits = build(np.eye(2, 3, dtype=np.float32), backend=backend).search(np.eye(1, 3, dtype=np.float32), 5)
     assert hits.ids == [["c0", "c1"]] and hits.scores.shape == hits.rows.shape == (1, 2)
 
 
@@ -121,9 +72,13 @@ def test_empty_index_and_no_queries(backend: str) -> None:
     empty = SessionIndex(3, backend, "cpu")
     assert empty.search(np.ones((2, 3)), 4).ids == [[], []]
     assert empty.search_sessions(np.ones((2, 3)), 4).ids == [[], []]
-    full = build(backend, np.eye(3, dtype=np.float32))
+    assert empty.score_sessions(np.ones((2, 3))).scores.shape == (2, 0)
+    assert empty.search_within(np.ones((2, 3)), np.full((2, 5), -1), 3).ids == [[], []]
+    full = build(np.eye(3, dtype=np.float32), backend=backend)
     assert full.search(np.empty((0, 3)), 4).ids == []
     assert full.search_sessions(np.empty((0, 3)), 4).ids == []
+    full.add([], np.empty((0, 3)), [])
+    assert len(full) == 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -131,26 +86,39 @@ def test_SRV_37_ties_by_ascending_id(backend: str) -> None:
     vectors = np.tile(np.float32([[0.6, 0.8]]), (60, 1))
     ids = [f"{i:02d}" for i in reversed(range(60))]
     for k in (1, 3, 60):
-        assert build(backend, vectors, ids).search(vectors[:1], k).ids[0] == sorted(ids)[:k]
+        assert build(vectors, ids, backend=backend).search(vectors[:1], k).ids[0] == sorted(ids)[:k]
+
+
+def test_SRV_37_positive_and_negative_zero_tie() -> None:
+    index = build(np.float32([[-0.0, 1], [0.0, 1], [-1.0, 1]]), ["b", "a", "c"])
+    hits = index.search(np.float32([[1, 0]]), 3)
+    assert hits.ids == [["a", "b", "c"]] and hits.scores.tolist() == [[0.0, 0.0, -1.0]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
 def test_SRV_38_not_finite_is_refused_with_its_row(backend: str, value: float) -> None:
-    index = build(backend, np.eye(4, dtype=np.float32))
+    index = build(np.eye(4, dtype=np.float32), backend=backend)
     bad = np.zeros((3, 4), np.float32)
     bad[1, 0] = value
-    for call in (lambda: index.search(bad, 1), lambda: index.search_sessions(bad, 1)):
+    calls = (
+        lambda: index.search(bad, 1),
+        lambda: index.search_sessions(bad, 1),
+        lambda: index.score_sessions(bad),
+        lambda: index.search_within(bad, np.zeros((3, 1), int), 1),
+    )
+    for call in calls:
         with pytest.raises(ValueError, match="queries, row 1"):
             call()
-    with pytest.raises(ValueError, match="vectors, row 1"):
-        index.add(["x", "y", "z"], bad, ["s"] * 3)
-    assert len(index) == 4
+    for change in (index.add, index.upsert):
+        with pytest.raises(ValueError, match="vectors, row 1"):
+            change(["x", "c0", "z"], bad, ["s"] * 3)
+    assert index.ids == ("c0", "c1", "c2", "c3")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_SRV_41_delete_and_add_again(backend: str) -> None:
-    index = build(backend, np.eye(3, dtype=np.float32))
+    index = build(np.eye(3, dtype=np.float32), backend=backend)
     index.search(np.eye(3), 1)
     index.delete(["c1"])
     assert "c1" not in index and index.ids == ("c0", "c2")
@@ -159,11 +127,75 @@ def test_SRV_41_delete_and_add_again(backend: str) -> None:
     assert index.search(np.eye(3)[1:2], 1).ids == [["c1"]]
     index.delete(["c0", "c1", "c2"])
     assert len(index) == 0 and index.search(np.eye(3), 2).ids == [[], [], []]
+    index.add(["c0"], np.eye(3)[:1], ["s"])
+    assert index.search(np.eye(3)[:1], 2).ids == [["c0"]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_changes_in_any_order_leave_what_a_fresh_index_holds(backend: str) -> None:
+    rng = np.random.default_rng(5)
+    index, expected, rows, given = SessionIndex(6, backend, "cpu"), {}, {}, 0
+    queries = rng.integers(-2, 3, (5, 6)).astype(np.float32)
+    for step in range(60):
+        names = [f"c{i}" for i in rng.choice(80, rng.integers(1, 12), replace=False)]
+        vectors = rng.integers(-2, 3, (len(names), 6)).astype(np.float32)
+        owners = [f"s{i}" for i in rng.integers(0, 7, len(names))]
+        if step % 3 == 2:
+            gone = [name for name in names if name in expected]
+            index.delete(gone)
+            for name in gone:
+                del expected[name], rows[name]
+        else:
+            index.upsert(names, vectors, owners)
+            for name, vector, owner in zip(names, vectors, owners, strict=True):
+                expected[name], rows[name] = (vector, owner), given
+                given += 1
+        if step % 20 == 7:
+            index.compact()
+        if not expected:
+            continue
+        ids = list(expected)
+        fresh = build(np.stack([expected[i][0] for i in ids]), ids, [expected[i][1] for i in ids])
+        hits, wanted = index.search(queries, 9), fresh.search(queries, 9)
+        assert hits.ids == wanted.ids and set(index.ids) == set(ids) and len(index) == len(ids)
+        np.testing.assert_array_equal(hits.scores, wanted.scores)
+        np.testing.assert_array_equal(hits.rows, [[rows[name] for name in row] for row in hits.ids])
+        sessions, wanted_sessions = index.search_sessions(queries, 4), fresh.search_sessions(queries, 4)
+        assert sessions.ids == wanted_sessions.ids and sessions.best_chunk == wanted_sessions.best_chunk
+
+
+def test_row_numbers_are_for_life() -> None:
+    rng = np.random.default_rng(6)
+    vectors = unit(rng, 12, 4)
+    index = build(vectors)
+    index.delete([f"c{i}" for i in range(0, 10, 2)])
+    assert [index.row_of(f"c{i}") for i in (1, 9, 11)] == [1, 9, 11]
+    index.delete(["c1", "c3", "c5"])  # more dead than alive: compacts by itself
+    index.add(["new"], vectors[:1], ["s"])
+    assert index.row_of("new") == 12 and index.ids == ("c7", "c9", "c10", "c11", "new")
+    hits = index.search_within(vectors[7:8], np.array([[11, 7, 12, -1]]), 3)
+    assert hits.ids[0][0] == "c7" and sorted(hits.rows[0].tolist()) == [7, 11, 12]
+    for row in (5, 13, -2):
+        with pytest.raises(ValueError, match=rf"rows hold {row}, which is no chunk"):
+            index.search_within(vectors[:1], np.array([[7, row]]), 1)
+    with pytest.raises(ValueError, match="'c5' is not in the index"):
+        index.row_of("c5")
+
+
+def test_an_updated_chunk_has_its_new_vector_session_and_metadata() -> None:
+    index = build(np.eye(3, dtype=np.float32), metadata=[{"by": "ann"}, None, {"by": "bob"}])
+    index.upsert(["c0", "c9"], np.float32([[0, 0, 2], [1, 1, 0]]), ["t", "t"], [{"by": "eve"}, None])
+    assert index.search(np.eye(3)[2:], 1).ids == [["c0"]] and len(index) == 4
+    assert (index.session_of("c0"), index.metadata_of("c0"), index.metadata_of("c9")) == ("t", {"by": "eve"}, None)
+    assert index.metadata_of("c2") == {"by": "bob"} and index.session_of("c1") == "s"
+    with pytest.raises(ValueError, match="'c0' is given twice"):
+        index.upsert(["c0", "c0"], np.eye(3)[:2], ["t", "t"])
+    assert index.search(np.eye(3)[2:], 1).ids == [["c0"]]
 
 
 def test_SRV_43_ids_round_trip_exactly(tmp_path) -> None:
     ids = ["7080030971", "s-1", "山/ü \n", "-1", "0007", "7"]
-    build("torch", np.eye(6, dtype=np.float32), ids).save(tmp_path / "index")
+    build(np.eye(6, dtype=np.float32), ids).save(tmp_path / "index")
     index = SessionIndex.load(tmp_path / "index")
     assert index.ids == tuple(ids)
     assert index.search(np.eye(6), 1).ids == [[i] for i in ids]
@@ -174,8 +206,23 @@ def test_SRV_43_ids_round_trip_exactly(tmp_path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_SRV_44_ids_are_unique(backend: str) -> None:
     rng = np.random.default_rng(5)
-    for row in build(backend, unit(rng, 5, 3)).search(unit(rng, 9, 3), 5).ids:
+    for row in build(unit(rng, 5, 3), backend=backend).search(unit(rng, 9, 3), 5).ids:
         assert sorted(row) == ["c0", "c1", "c2", "c3", "c4"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_SRV_59_the_same_query_again_with_another_k_filter_or_state(backend: str) -> None:
+    vectors = np.float32([[3], [2], [1]])
+    index = build(vectors, backend=backend, metadata=[{"by": "ann"}, {"by": "bob"}, {"by": "ann"}])
+    query = np.ones((1, 1))
+    assert index.search(query, 1).ids == [["c0"]]
+    assert index.search(query, 3).ids == [["c0", "c1", "c2"]]
+    assert index.search(query, 3, where={"by": "bob"}).ids == [["c1"]]
+    assert index.search_sessions(query, 1).best_chunk == [["c0"]]
+    assert index.search_sessions(query, 1, where={"by": "bob"}).best_chunk == [["c1"]]
+    index.delete(["c0"])
+    assert index.search(query, 3).ids == [["c1", "c2"]]
+    assert index.search_sessions(query, 1).best_chunk == [["c1"]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -185,19 +232,25 @@ def test_EVL_01_close_scores_stay_apart_in_half_precision_settings(backend: str)
     vectors[1, :2] = 0.901, np.sqrt(1 - 0.901**2)  # bfloat16 rounds both first components to 0.8984
     query = np.eye(1, 64, dtype=np.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hits = build(backend, vectors).search(query, 2)
-        sessions = build(backend, vectors, sessions=["a", "b"]).search_sessions(query, 2)
+        hits = build(vectors, backend=backend).search(query, 2)
+        sessions = build(vectors, sessions=["a", "b"], backend=backend).search_sessions(query, 2)
     assert hits.ids == [["c1", "c0"]] and hits.scores[0, 0] - hits.scores[0, 1] > 9e-4
     assert sessions.ids == [["b", "a"]]
 
 
-def test_autocast_keeps_the_first_stage_exact() -> None:
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_callers_settings_neither_reach_the_first_stage_nor_get_lost(precision: str) -> None:
     rng = np.random.default_rng(6)
     vectors, queries = unit(rng, 3000, 32), unit(rng, 8, 32)
-    index = build("torch", vectors)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        rows = index.search(queries, 5).rows
-    np.testing.assert_array_equal(rows, reference(queries, vectors, list(index.ids), 5)[1])
+    index, matmul = build(vectors), torch.backends.mkldnn.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, precision
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rows = index.search(queries, 5).rows
+        assert matmul.fp32_precision == precision
+    finally:
+        matmul.fp32_precision = before
+    np.testing.assert_array_equal(rows, best_chunks(queries, vectors, list(index.ids), 5)[1])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 1.0])
@@ -205,17 +258,18 @@ def test_score_fusion_is_one_search_with_the_fused_query(alpha: float) -> None:
     rng = np.random.default_rng(7)
     vectors, query, target = unit(rng, 200, 16), unit(rng, 10, 16), unit(rng, 10, 16)
     fused = fuse_views(torch.from_numpy(query), torch.from_numpy(target), alpha).numpy()
-    scores = (1 - alpha) * query.astype(np.float64) @ vectors.T + alpha * target.astype(np.float64) @ vectors.T
-    for hits in (build("torch", vectors).search(fused, 20), build("faiss", vectors).search(fused, 20)):
+    scores = (1 - alpha) * products(query, vectors) + alpha * products(target, vectors)
+    for backend in BACKENDS:
+        hits = build(vectors, backend=backend).search(fused, 20)
         np.testing.assert_array_equal(hits.rows, np.argsort(-scores, axis=1)[:, :20])
-    raw = build("torch", vectors).search((1 - alpha) * query + alpha * target, 20)
+    raw = build(vectors).search((1 - alpha) * query + alpha * target, 20)
     np.testing.assert_allclose(raw.scores, -np.sort(-scores, axis=1)[:, :20], atol=1e-6)
 
 
 def test_search_within_ranks_given_rows() -> None:
     rng = np.random.default_rng(8)
     vectors, queries = unit(rng, 50, 8), unit(rng, 3, 8)
-    index = build("torch", vectors)
+    index = build(vectors)
     rows = np.array([[4, 9, -1, 30], [1, 2, 3, 4], [7, -1, -1, -1]])
     hits = index.search_within(queries, rows, 3)
     for i, row in enumerate(rows):
@@ -225,13 +279,18 @@ def test_search_within_ranks_given_rows() -> None:
     assert hits.rows[2].tolist() == [7, -1, -1] and hits.scores[2, 1] == -np.inf
     with pytest.raises(ValueError, match=r"allowed are -1\.\.49"):
         index.search_within(queries, rows + 20, 3)
+    bias = np.zeros(rows.shape)
+    bias[1, 2] = 5.0
+    biased = index.search_within(queries, rows, 3, bias)
+    assert biased.ids[1][0] == "c3" and biased.scores[1, 0] == np.float32(vectors[3] @ queries[1]) + np.float32(5)
 
 
-def test_vectors_are_copied() -> None:
-    vectors = np.eye(3, dtype=np.float32)
-    index = build("torch", vectors)
+def test_vectors_and_metadata_are_copied() -> None:
+    vectors, metadata = np.eye(3, dtype=np.float32), [{"by": "ann"}, None, None]
+    index = build(vectors, metadata=metadata)
     vectors[:] = 0
-    assert index.search(np.eye(3), 1).ids == [["c0"], ["c1"], ["c2"]]
+    metadata[0]["by"] = "bob"
+    assert index.search(np.eye(3), 1).ids == [["c0"], ["c1"], ["c2"]] and index.metadata_of("c0") == {"by": "ann"}
 
 
 def test_other_number_formats_and_lengths_are_accepted() -> None:
@@ -244,7 +303,7 @@ def test_other_number_formats_and_lengths_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("ids", "vectors", "sessions", "message"),
     [
-        (["a", "a"], np.eye(2), ["s", "s"], "already in the index"),
+        (["a", "a"], np.eye(2), ["s", "s"], "given twice"),
         (["c0"], np.eye(1, 2), ["s"], "already in the index"),
         (["a"], np.ones((1, 3)), ["s"], r"expected \(n, 2\)"),
         (["a"], np.ones(2), ["s"], r"expected \(n, 2\)"),
@@ -257,24 +316,39 @@ def test_other_number_formats_and_lengths_are_accepted() -> None:
     ],
 )
 def test_wrong_additions_are_refused_whole(ids, vectors, sessions, message: str) -> None:
-    index = build("torch", np.eye(2, dtype=np.float32))
+    index = build(np.eye(2, dtype=np.float32))
     with pytest.raises(ValueError, match=message):
         index.add(ids, vectors, sessions)
     assert index.ids == ("c0", "c1")
 
 
+@pytest.mark.parametrize("metadata", [[{"x": 1}, None], ["x"], [{1: 2}], [{"x": np.nan}], [{"x": {1, 2}}]])
+def test_wrong_metadata_is_refused_whole(metadata) -> None:
+    index = build(np.eye(2, dtype=np.float32))
+    with pytest.raises(ValueError, match="metadata"):
+        index.add(["a"], np.eye(1, 2), ["s"], metadata)
+    assert index.ids == ("c0", "c1")
+
+
 @pytest.mark.parametrize("ids", [["c0", "nope"], ["c0", "c0"], "c0"])
 def test_wrong_deletions_are_refused_whole(ids) -> None:
-    index = build("torch", np.eye(2, dtype=np.float32))
+    index = build(np.eye(2, dtype=np.float32))
     with pytest.raises(ValueError):
         index.delete(ids)
-    assert len(index) == 2
+    assert len(index) == 2 and index.search(np.eye(2), 2).ids == [["c0", "c1"], ["c1", "c0"]]
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, True])
 def test_wrong_k_is_refused(k) -> None:
     with pytest.raises(ValueError, match="integer >= 1"):
-        build("torch", np.eye(2, dtype=np.float32)).search(np.eye(2), k)
+        build(np.eye(2, dtype=np.float32)).search(np.eye(2), k)
+
+
+def test_queries_of_another_dimension_are_refused() -> None:
+    index = build(np.eye(2, dtype=np.float32))
+    for call in (lambda q: index.search(q, 1), lambda q: index.search_sessions(q, 1)):
+        with pytest.raises(ValueError, match=r"queries \(1, 3\) float64: expected \(n, 2\)"):
+            call(np.ones((1, 3)))
 
 
 def test_wrong_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

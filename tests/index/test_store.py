@@ -1,108 +1,216 @@
-"""Indexes on disk: equal after loading, whole or absent, tied to their encoder."""
+"""Reading a stored index: what was written, or an error that says what is wrong; never a mixture of two commits."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from mia_serve.index import SessionIndex, store
-
-
-def make(seed: int = 0, rows: int = 30) -> SessionIndex:
-    rng = np.random.default_rng(seed)
-    index = SessionIndex(5, "torch", "cpu", spec_hash="abc123")
-    index.add(
-        [f"c{seed}-{i}" for i in range(rows)], rng.standard_normal((rows, 5)), [f"s{i // 4}" for i in range(rows)]
-    )
-    return index
+from mia_serve.core import MiaError
+from mia_serve.index import store
+from mia_serve.index.store import read_generation, read_snapshot
+from mia_serve.index.vectors import decode
+from mia_serve.index.writer import IndexWriter
+from tests.index.stored import DIM, chunk_vectors, chunks, contents
 
 
-@pytest.mark.parametrize("backend", ["torch", "faiss", "auto"])
-def test_loads_equal_on_any_backend(tmp_path, backend: str) -> None:
-    index, queries = make(), np.random.default_rng(1).standard_normal((4, 5))
-    index.save(tmp_path / "a" / "index")
-    loaded = SessionIndex.load(tmp_path / "a" / "index", "abc123", backend=backend)
-    assert loaded.spec_hash == "abc123" and loaded.ids == index.ids
-    assert loaded.search(queries, 9).ids == index.search(queries, 9).ids
-    np.testing.assert_array_equal(loaded.search(queries, 9).scores, index.search(queries, 9).scores)
-    sessions, expected = loaded.search_sessions(queries, 3), index.search_sessions(queries, 3)
-    assert sessions.ids == expected.ids and sessions.best_chunk == expected.best_chunk
+def build(path: Path, **options) -> Path:
+    """An index that has every kind of file."""
+    with IndexWriter(path, DIM, spec_hash="abc123", storage="int8", **options) as writer:
+        writer.add(*chunks(0, 30), [{"i": i} for i in range(30)])
+        writer.commit()
+        writer.delete(["c3"])
+    return path
 
 
-def test_empty_index_round_trips(tmp_path) -> None:
-    SessionIndex(5, "torch", "cpu").save(tmp_path / "index")
-    loaded = SessionIndex.load(tmp_path / "index")
-    assert len(loaded) == 0 and loaded.dim == 5 and loaded.spec_hash is None
+def test_SRV_43_any_string_is_an_id(tmp_path: Path) -> None:
+    ids = [
+        "s-1",
+        "7080030971",
+        "18446744073709551616",
+        "中文",
+        "🙂👩‍👩‍👧",
+        "a\nb",
+        "a\r\n",
+        "nul\0",
+        " ",
+        '"',
+        "é",
+        "e\u0301",
+        "x" * 5000,
+    ]
+    with IndexWriter(tmp_path / "i", DIM) as writer:
+        writer.add(ids, chunk_vectors(*range(len(ids))), ids[::-1], [{name: name} for name in ids])
+    with IndexWriter(tmp_path / "i") as writer:
+        assert all(name in writer for name in ids)
+        writer.delete(["中文", "nul\0"])
+    found = contents(tmp_path / "i")
+    assert list(found) == [name for name in ids if name not in ("中文", "nul\0")]
+    for name, (row, session, metadata, vector) in found.items():
+        assert ids[row] == name and session == ids[::-1][row] and metadata == {name: name}
+        assert vector == tuple(chunk_vectors(row)[0])
 
 
-def test_another_encoder_is_refused(tmp_path) -> None:
-    make().save(tmp_path / "index")
-    with pytest.raises(ValueError, match=r"encoder abc123 but def456 .* encode the chunks again"):
-        SessionIndex.load(tmp_path / "index", expected_spec_hash="def456")
-    unknown = SessionIndex(5, "torch", "cpu")
-    unknown.save(tmp_path / "unknown")
-    with pytest.raises(ValueError, match="unknown"):
-        SessionIndex.load(tmp_path / "unknown", expected_spec_hash="def456")
+def test_an_empty_index_is_an_index(tmp_path: Path) -> None:
+    with IndexWriter(tmp_path / "i", 7):
+        pass
+    snapshot = read_snapshot(tmp_path / "i")
+    assert (snapshot.dim, snapshot.spec_hash, snapshot.next_row, snapshot.segments) == (7, None, 0, ())
 
 
-def test_save_replaces_an_older_index_and_leaves_nothing_else(tmp_path) -> None:
-    make(0).save(tmp_path / "index")
-    make(1, rows=7).save(tmp_path / "index")
-    assert len(SessionIndex.load(tmp_path / "index")) == 7
-    assert [p.name for p in tmp_path.iterdir()] == ["index"]
+def test_there_is_no_index_where_none_was_finished(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for name in ("nowhere", "empty", "file"):
+        with pytest.raises(FileNotFoundError, match="no index here"):
+            read_snapshot(tmp_path / name)
+        with pytest.raises(FileNotFoundError, match="no index here"):
+            read_generation(tmp_path / name)
 
 
-def test_failed_save_keeps_the_older_index(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(0).save(tmp_path / "index")
-
-    def broken(*args: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(store, "_write_json", broken)
-    with pytest.raises(OSError, match="disk full"):
-        make(1).save(tmp_path / "index")
-    assert SessionIndex.load(tmp_path / "index").ids[0] == "c0-0"
-    assert [p.name for p in tmp_path.iterdir()] == ["index"]
+def test_another_encoder_is_refused(tmp_path: Path) -> None:
+    build(tmp_path / "i")
+    with pytest.raises(MiaError, match=r"encoder abc123 but def456 .* encode the chunks again"):
+        read_snapshot(tmp_path / "i", expected_spec_hash="def456")
+    with IndexWriter(tmp_path / "unknown", DIM):
+        pass
+    with pytest.raises(MiaError, match="unknown"):
+        read_snapshot(tmp_path / "unknown", expected_spec_hash="def456")
 
 
-def test_other_folders_are_never_overwritten(tmp_path) -> None:
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "file").write_text("x")
-    with pytest.raises(ValueError, match="is no index"):
-        make().save(tmp_path / "precious")
-    assert (tmp_path / "precious" / "file").read_text() == "x"
+def files_of(path: Path) -> list[Path]:
+    return sorted(item for item in path.rglob("*") if item.is_file() and item.name != "lock")
 
 
-def test_unreadable_folders_are_refused(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="no index here"):
-        SessionIndex.load(tmp_path / "nowhere")
-    make().save(tmp_path / "index")
-    manifest = tmp_path / "index" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(content | {"rows": 29}))
-    with pytest.raises(ValueError, match="manifest says 29 rows"):
-        SessionIndex.load(tmp_path / "index")
-    manifest.write_text(json.dumps({k: v for k, v in content.items() if k != "spec_hash"}))
-    with pytest.raises(ValueError, match="'spec_hash' is missing"):
-        SessionIndex.load(tmp_path / "index")
-    manifest.write_text(json.dumps(content | {"format": 9}))
-    with pytest.raises(ValueError, match="rebuild the index"):
-        SessionIndex.load(tmp_path / "index")
-    manifest.write_text("{half")
-    with pytest.raises(ValueError, match="not readable as JSON"):
-        SessionIndex.load(tmp_path / "index")
+def test_a_byte_changed_in_any_file_is_found(tmp_path: Path) -> None:
+    folder = build(tmp_path / "i")
+    names = {file.name.split("-")[0] for file in files_of(folder)}
+    assert names == {
+        "manifest.json", "vectors.bin", "ids.utf8", "ids.offsets", "sessions.json", "session_of.bin", "rows.bin",
+        "metadata.jsonl", "tombstones", "ranges",
+    }  # fmt: skip
+    for file in files_of(folder):
+        good = file.read_bytes()
+        for place in (0, len(good) // 2, len(good) - 2):
+            file.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+            with pytest.raises(MiaError, match=f"{file.name}: (damaged or altered|not readable|kind|format)"):
+                read_snapshot(folder)
+        file.write_bytes(good[: len(good) * 2 // 3])
+        with pytest.raises(MiaError, match=f"{file.name}: (damaged or altered|not readable)"):
+            read_snapshot(folder, verify=False)
+        file.write_bytes(good + b"\0")
+        with pytest.raises(MiaError, match=f"{file.name}: (damaged or altered|not readable)"):
+            read_snapshot(folder, verify=False)
+        file.unlink()
+        with pytest.raises((MiaError, FileNotFoundError), match=r"missing, though|no index here"):
+            read_snapshot(folder, verify=False)
+        file.write_bytes(good)
+    assert len(contents(folder)) == 29
 
 
-def test_altered_files_are_refused_and_moved_folders_are_not(tmp_path) -> None:
-    make().save(tmp_path / "here")
-    folder = (tmp_path / "here").rename(tmp_path / "there")
-    assert SessionIndex.load(folder).ids == make().ids
-    vectors = np.load(folder / "vectors.npy")
-    np.save(folder / "vectors.npy", vectors[::-1])  # as many, as wide, and every one under a wrong id
-    with pytest.raises(ValueError, match=r"vectors.npy: damaged or altered .*: rebuild the index"):
-        SessionIndex.load(folder)
-    (folder / "vectors.npy").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"vectors.npy: damaged or altered"):
-        SessionIndex.load(folder)
+def test_vectors_are_only_summed_on_demand(tmp_path: Path) -> None:
+    folder = build(tmp_path / "i")
+    [vectors] = folder.glob("segment-*/vectors.bin")
+    vectors.write_bytes(bytes(vectors.stat().st_size))
+    assert len(read_snapshot(folder, verify=False).segments[0].ids) == 30
+    with pytest.raises(MiaError, match=r"vectors.bin: damaged or altered .*: rebuild the index"):
+        read_snapshot(folder)
+    with pytest.raises(MiaError, match=r"vectors.bin: damaged"), IndexWriter(folder) as writer:
+        writer.compact()  # which would have given the damage a checksum
+
+
+def test_manifests_that_are_none_are_refused(tmp_path: Path) -> None:
+    folder = build(tmp_path / "i")
+    manifest = folder / "manifest.json"
+    value = json.loads(manifest.read_text())
+    for text, message in (
+        ("{half", "not readable as JSON"),
+        ("", "not readable as JSON"),
+        ("[]", "expected a JSON object"),
+        (json.dumps(value | {"kind": "mindscape"}), "kind 'mindscape', not 'mia-index'"),
+        (json.dumps(value | {"format": 2}), "format 2, but this version reads format 3: rebuild the index"),
+        (json.dumps(value | {"next_row": 29}), "damaged or altered"),
+        (json.dumps({key: value[key] for key in value if key != "dim"}), "damaged or altered"),
+    ):
+        manifest.write_text(text)
+        for read in (read_snapshot, read_generation):
+            with pytest.raises(MiaError, match=message):
+                read(folder)
+        with pytest.raises(MiaError, match=message), IndexWriter(folder):
+            pass
+    manifest.write_text(json.dumps(value))
+    assert len(contents(folder)) == 29
+
+
+def test_a_folder_may_be_moved_and_copied(tmp_path: Path) -> None:
+    before = contents(build(tmp_path / "here"))
+    moved = (tmp_path / "here").rename(tmp_path / "there")
+    shutil.copytree(moved, tmp_path / "copy")
+    assert contents(moved) == before == contents(tmp_path / "copy")
+
+
+def test_a_snapshot_outlives_what_happens_to_its_files(tmp_path: Path) -> None:
+    folder = build(tmp_path / "i")
+    snapshot = read_snapshot(folder)
+    expected = decode(snapshot.segments[0].vectors).copy()
+    with IndexWriter(folder) as writer:
+        writer.compact()
+    [segment] = snapshot.segments
+    np.testing.assert_array_equal(decode(segment.vectors), expected)
+    shutil.rmtree(folder)
+    np.testing.assert_array_equal(decode(segment.vectors, np.array([2, 29])), expected[[2, 29]])
+
+
+def test_torch_takes_mapped_vectors_and_the_file_never_changes(tmp_path: Path) -> None:
+    with IndexWriter(tmp_path / "i", DIM) as writer:
+        writer.add(*chunks(0, 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [segment] = read_snapshot(tmp_path / "i").segments
+        tensor = torch.from_numpy(segment.vectors.data)
+        torch.from_numpy(segment.rows), torch.from_numpy(segment.alive)
+    tensor.zero_()
+    assert contents(tmp_path / "i")["c4"][3] == tuple(chunk_vectors(4)[0])
+
+
+def test_a_file_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
+    size = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with open(tmp_path / "sparse", "w+b") as file:
+        try:
+            file.truncate(size)
+        except OSError:
+            pytest.skip("the file system keeps no file of that size")
+        file.seek(size - 4)
+        file.write(np.float32(2).tobytes())
+        file.flush()
+        with open(tmp_path / "sparse", "rb") as reading:
+            mapped = store._map(reading, size, np.dtype("<f4"))
+        assert mapped[-1] == 2 and mapped[0] == 0
+
+
+def test_a_reader_starts_again_when_a_commit_removes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, before = build(tmp_path / "i"), 1
+    read_ranges, commits = store.read_ranges, []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+    def overtaken(*args):
+        if len(commits) < before:
+            commits.append(1)
+            with IndexWriter(folder) as writer:
+                writer.upsert(["c0"], chunk_vectors(len(commits)), ["s"])
+                writer.compact()
+        return read_ranges(*args)
+
+    monkeypatch.setattr(store, "read_ranges", overtaken)
+    snapshot = read_snapshot(folder)
+    assert snapshot.generation == 3 and snapshot.segments[0].alive.all() and len(snapshot.segments[0].ids) == 29
+    commits.clear()
+    before = 1000
+    with pytest.raises(RuntimeError, match="commits while it was read: try again"):
+        read_snapshot(folder)
