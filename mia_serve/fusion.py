@@ -57,16 +57,45 @@ def mix(first: np.ndarray, second: np.ndarray, alpha: float | np.ndarray, mask: 
     Raises:
         MiaError: Shapes differ, ``alpha`` is outside [0, 1], or as ``zscore``.
     """
-    first, second = np.asarray(first), np.asarray(second)
-    if first.shape != second.shape:
-        raise MiaError(f"shapes {first.shape} and {second.shape} differ; both sides must score the same candidates")
+    _same_shape(first, second)
     weight = np.asarray(alpha, dtype=np.float64)[..., None]
     if not ((weight >= 0) & (weight <= 1)).all():
         raise MiaError(f"alpha is {alpha}; it must lie in [0, 1] (1: the first side alone)")
-    if weight.ndim > 1 and weight.shape[:-1] != first.shape[:-1]:
-        raise MiaError(f"alpha has shape {weight.shape[:-1]}, queries {first.shape[:-1]}; give one number, or one each")
+    if weight.ndim > 1 and weight.shape[:-1] != np.shape(first)[:-1]:
+        raise MiaError(
+            f"alpha has shape {weight.shape[:-1]}, scores {np.shape(first)}; give one number, or one a query"
+        )
     mixed = weight * zscore(first, mask) + (1 - weight) * zscore(second, mask)
     return mixed if mask is None else np.where(mask, mixed, -np.inf)
+
+
+def adaptive_alpha(lexical: np.ndarray, dense: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    """Weigh the two sides for each query by how far each lifts its best candidate above the rest. Needs no labels.
+
+    ``alpha = max z(lexical) / (max z(lexical) + max z(dense))``: a side whose scores are all alike has no opinion on
+    this query, one with a single high score has a clear one. No constants, nothing fitted.
+
+    It stands in for a tuned alpha where there are no questions with known answers to tune on. On LoCoMo with MiniLM
+    it does as well as leave-one-conversation-out, not better (no significant difference on any kind of index text),
+    and little of that comes from telling queries apart: its mean as one fixed alpha does nearly the same. It reads the
+    shape of the scores only, so it cannot know how good an encoder is: for one much stronger than MiniLM its
+    alpha, near .6, is too high, and one tuned on labels wins.
+
+    Args:
+        lexical: (n, S) scores of the first side.
+        dense: (n, S) scores of the second side for the same candidates.
+        mask: (n, S) or (S,) bool, False where there is no such candidate. None: all are there.
+
+    Returns:
+        (n,) float64 in [0, 1], for ``mix``; 0 or 1 where one side is constant, 0.5 where both are.
+
+    Raises:
+        MiaError: As ``mix``.
+    """
+    _same_shape(lexical, dense)
+    first, second = (zscore(scores, mask).max(axis=-1, initial=0.0) for scores in (lexical, dense))
+    both = first + second
+    return np.where(both > 0, first / np.where(both > 0, both, 1.0), 0.5)
 
 
 def rrf(
@@ -147,6 +176,11 @@ def leave_one_group_out(values: np.ndarray, groups: Sequence[Hashable]) -> tuple
         raise MiaError(f"{len(place)} group; choosing a setting on the others needs at least two")
     chosen = {group: int(np.argmax(table[member != number].sum(axis=0))) for group, number in place.items()}
     return np.array([chosen[group] for group in groups], dtype=np.int64), chosen
+
+
+def _same_shape(first: np.ndarray, second: np.ndarray) -> None:
+    if np.shape(first) != np.shape(second):
+        raise MiaError(f"shapes {np.shape(first)} and {np.shape(second)} differ; both must score the same candidates")
 
 
 def _checked(scores: np.ndarray, mask: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

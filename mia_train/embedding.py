@@ -12,8 +12,8 @@ import numpy as np
 from tqdm import tqdm
 
 from mia_serve.core import Encoder, MiaError
+from mia_serve.core.vector_cache import Role, VectorCache, encode_texts, encoder_facts
 from mia_train.distributed import gather_objects, is_main, on_main, rank, world_size
-from mia_train.vector_cache import Role, VectorCache, encoder_facts
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -117,7 +117,9 @@ class Embedder:
         written = time.monotonic()
         bar = tqdm(total=len(missing), desc=f"encode, {role}", disable=not here or not sys.stderr.isatty())
         try:
-            for block, found in in_turns(blocks, lambda b: self._encode([texts[i] for i in b], role), self.shared):
+            for block, found in in_turns(
+                blocks, lambda b: encode_texts(self.encoder, [texts[i] for i in b], role), self.shared
+            ):
                 bar.update(len(block))
                 if not here:
                     continue
@@ -132,16 +134,3 @@ class Embedder:
             if cache is not None:
                 cache.add([texts[i] for i in waiting], vectors[waiting])
         return vectors
-
-    def _encode(self, texts: list[str], role: Role) -> np.ndarray:
-        if role == "document":
-            return self.encoder.encode_documents(texts)
-        try:
-            return self.encoder.encode_queries(texts)
-        except MiaError:
-            for text in texts:  # its message counts rows of this block, which says nothing to a reader
-                try:
-                    self.encoder.tokenise_query(text)
-                except MiaError as error:
-                    raise MiaError(f"query {text[:60]!r}: {str(error).removeprefix('query 0 ')}") from None
-            raise

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from mia_serve.cli.vectors import kept_vectors
 from mia_serve.core import Encoder, MiaError
 from mia_serve.mindscape import Mindscape
+from mia_serve.mindscape.vectors import kept_vectors
 from mia_serve.retriever import Retriever
 from mia_serve.signature import Signature
 from mia_train.rows import Row, id_key, text_key

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,15 @@ def _bpe(end: str | None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>", padding_side="left"
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vector_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The default cache of all commands, so that no test writes to the home."""
+    folder = tmp_path_factory.mktemp("vector-cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIA_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

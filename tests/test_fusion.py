@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 
 import numpy as np
 import pytest
 
 from mia_serve.core import MiaError
-from mia_serve.fusion import ALPHAS, RRF_K, leave_one_group_out, mix, rank, rrf, zscore
+from mia_serve.fusion import ALPHAS, RRF_K, adaptive_alpha, leave_one_group_out, mix, rank, rrf, zscore
 
 
 @pytest.fixture(autouse=True)
@@ -58,20 +62,36 @@ def test_mix_does_not_depend_on_the_scale_of_either_side():
     np.testing.assert_allclose(mix(first * 1e6 + 3, second * 1e-3 - 8, 0.4), mix(first, second, 0.4), atol=1e-8)
 
 
-def test_mix_equals_ranx_on_complete_lists():
-    ranx = pytest.importorskip("ranx")
+RANX = """
+import json, sys
+import ranx
+tables = json.load(sys.stdin)
+for options in json.loads(sys.argv[1]):
+    runs = [ranx.Run({f"q{q}": {f"d{d}": s for d, s in enumerate(row)} for q, row in enumerate(t)}) for t in tables]
+    fused = ranx.fuse(runs=runs, **options).to_dict()
+    print(json.dumps([[float(fused[f"q{q}"][f"d{d}"]) for d in range(len(row))] for q, row in enumerate(tables[0])]))
+"""
+
+
+def test_mix_and_rrf_equal_ranx_on_complete_lists():
+    pytest.importorskip("ranx")
     rng = np.random.default_rng(3)
     first, second = rng.gamma(2, size=(6, 25)), rng.normal(size=(6, 25))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        runs = [
-            ranx.Run({f"q{q}": {f"d{d}": float(table[q, d]) for d in range(25)} for q in range(6)})
-            for table in (first, second)
-        ]
-        fused = ranx.fuse(runs=runs, norm="zmuv", method="wsum", params={"weights": (0.35, 0.65)}).to_dict()
-    ours = mix(first, second, 0.35)
-    theirs = [[fused[f"q{q}"][f"d{d}"] for d in range(25)] for q in range(6)]
-    np.testing.assert_allclose(ours, theirs, atol=1e-9)
+    options = [
+        {"norm": "zmuv", "method": "wsum", "params": {"weights": [0.35, 0.65]}},
+        {"norm": None, "method": "rrf", "params": {"k": 60}},
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RANX, json.dumps(options)],
+        input=json.dumps([first.tolist(), second.tolist()]),
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},  # compiling it takes half a minute
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    mixed, ranked = (json.loads(line) for line in done.stdout.splitlines())
+    np.testing.assert_allclose(mix(first, second, 0.35), mixed, atol=1e-9)
+    np.testing.assert_allclose(rrf([first, second]), ranked, rtol=1e-12)
 
 
 def test_SRV_30_rrf_ranks_from_one_and_absent_gives_nothing():
@@ -86,17 +106,6 @@ def test_SRV_30_rrf_ranks_from_one_and_absent_gives_nothing():
     np.testing.assert_array_equal(rrf([first, absent], present=present), rrf([first, second], present=present))
 
 
-def test_rrf_equals_ranx():
-    ranx = pytest.importorskip("ranx")
-    tables = np.random.default_rng(4).permuted(np.arange(40.0).reshape(1, 40).repeat(12, 0), axis=1).reshape(3, 4, 40)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        runs = [ranx.Run({f"q{q}": {f"d{d}": table[q, d] for d in range(40)} for q in range(4)}) for table in tables]
-        fused = ranx.fuse(runs=runs, norm=None, method="rrf", params={"k": 60}).to_dict()
-    theirs = [[fused[f"q{q}"][f"d{d}"] for d in range(40)] for q in range(4)]
-    np.testing.assert_allclose(rrf(list(tables)), theirs, rtol=1e-12)
-
-
 def test_equal_scores_go_to_the_lower_column():
     scores = np.array([[0.0, 2.0, 0.0, 2.0, -0.0]])
     assert rank(scores).tolist() == [[1, 3, 0, 2, 4]]
@@ -104,6 +113,30 @@ def test_equal_scores_go_to_the_lower_column():
     many = np.zeros((1, 1000))  # long enough for an unstable sort to show
     assert rank(many)[0].tolist() == list(range(1000))
     np.testing.assert_array_equal(rrf([many])[0], 1 / (60 + np.arange(1, 1001)))
+
+
+def test_adaptive_alpha_by_hand():
+    # One of four high: z of the top is sqrt(3). Two of four: 1. All alike: nothing.
+    clear, unsure, flat = [0.0, 0.0, 4.0, 0.0], [0.1, 0.9, 0.1, 0.9], [2.0] * 4
+    lexical, dense = np.array([clear, unsure, clear, flat, flat]), np.array([unsure, clear, flat, clear, flat])
+    lead = np.sqrt(3) / (1 + np.sqrt(3))
+    np.testing.assert_allclose(adaptive_alpha(lexical, dense), [lead, 1 - lead, 1, 0, 0.5])
+    padded = np.pad(lexical, ((0, 0), (0, 2)), constant_values=np.nan)
+    mask = np.arange(6) < 4
+    np.testing.assert_array_equal(
+        adaptive_alpha(padded, np.pad(dense, ((0, 0), (0, 2))), mask), adaptive_alpha(lexical, dense)
+    )
+
+
+def test_adaptive_alpha_does_not_depend_on_scale_and_fits_mix():
+    rng = np.random.default_rng(0)
+    lexical, dense = rng.gamma(0.5, size=(50, 20)), rng.normal(size=(50, 20))
+    alpha = adaptive_alpha(lexical, dense)
+    assert alpha.shape == (50,) and ((alpha > 0) & (alpha < 1)).all()
+    np.testing.assert_allclose(adaptive_alpha(lexical * 40, dense * 0.01 + 7), alpha)
+    np.testing.assert_allclose(adaptive_alpha(dense, lexical), 1 - alpha)
+    fused = mix(lexical, dense, alpha)
+    np.testing.assert_allclose(fused[7], mix(lexical[7:8], dense[7:8], float(alpha[7]))[0])
 
 
 def test_alphas_are_the_21_of_the_study():
@@ -143,7 +176,8 @@ def test_EVL_14_a_group_never_votes_on_its_own_alpha():
         (lambda: mix(np.ones((2, 3)), np.ones((2, 4)), 0.5), "must score the same candidates"),
         (lambda: mix(np.ones((2, 3)), np.ones((2, 3)), 1.2), r"alpha is 1.2; it must lie in \[0, 1\]"),
         (lambda: mix(np.ones((2, 3)), np.ones((2, 3)), np.nan), "alpha is nan"),
-        (lambda: mix(np.ones((2, 3)), np.ones((2, 3)), np.ones(3)), r"alpha has shape \(3,\), queries \(2,\)"),
+        (lambda: mix(np.ones((2, 3)), np.ones((2, 3)), np.ones(3)), r"alpha has shape \(3,\), scores \(2, 3\)"),
+        (lambda: adaptive_alpha(np.ones((2, 3)), np.ones((2, 4))), "must score the same candidates"),
         (lambda: rrf([]), "no score list"),
         (lambda: rrf([np.ones((1, 2)), np.ones((1, 3))]), "must score the same candidates"),
         (lambda: rrf([np.ones((1, 2))], k=-1), "k is -1"),

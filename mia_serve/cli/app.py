@@ -9,7 +9,7 @@ from types import TracebackType
 
 import typer
 
-from mia_serve.cli import env, evaluate, mindscape, search, vectors
+from mia_serve.cli import embed, env, evaluate, index, mindscape, search
 
 #: Exit codes: done, failed, wrong use.
 DONE, FAILED, WRONG_USE = 0, 1, 2
@@ -24,8 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(mindscape.app, name="mindscape")
-app.command("embed")(vectors.embed)
-app.add_typer(vectors.app, name="index")
+app.command("embed")(embed.embed)
+app.add_typer(index.app, name="index")
 app.command("search")(search.search)
 app.command("signature")(search.signature)
 app.add_typer(evaluate.app, name="eval")

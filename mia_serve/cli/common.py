@@ -17,6 +17,7 @@ from mia_serve.core.errors import MiaError
 
 if TYPE_CHECKING:
     from mia_serve.core import Encoder
+    from mia_serve.core.cached_encoder import CachedEncoder
 
 #: Optional file of a checkpoint: the base and E1 that it was trained with, defaults of --base and --e1.
 RUN_FILE = "mia_run.json"
@@ -74,6 +75,15 @@ JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to FILE; - prints JSON alone on stdout.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
+MindscapeOption = Annotated[Path, typer.Option("--mindscape", metavar="DIR", help="Folder of `mindscape build`.")]
+CacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR|off",
+        help="Keep vectors here and encode only new texts; $MIA_CACHE (a folder, or off) or ~/.cache/mia/vectors.",
+    ),
+]
 BackendOption = Annotated[Backend, typer.Option(help="Index backend.")]
 AlphaOption = Annotated[
     float | None, typer.Option(min=0.0, max=1.0, help="Weight of the signature-aware view; the encoder's by default.")
@@ -100,13 +110,13 @@ class RunDefaults(NamedTuple):
     signature_mode: str = Mode.coverage.value
 
 
-def write_file(path: str | Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+def write_file(path: str | Path, content: str | bytes) -> None:
+    """Write a file whole or not at all; text as UTF-8."""
     target = Path(path)
     handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         # mkstemp makes the file private; give it the mode that the user's umask asks for.
         mask = os.umask(0)
         os.umask(mask)
@@ -201,20 +211,59 @@ def progress() -> Callable[[str], None]:
     return lambda line: typer.echo(line, err=True)
 
 
-def load_encoder(name: str, device: str, cache: dict[str, Encoder] | None = None) -> Encoder:
-    """Open an encoder; the same name opens once where a cache is given."""
+def load_encoder(name: str, device: str) -> Encoder:
+    """Open an encoder."""
     from transformers.utils import logging as transformers_logging
 
     from mia_serve.core import Encoder
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    if cache is not None and name in cache:
-        return cache[name]
-    encoder = Encoder.load(name, device=device)
-    if cache is not None:
-        cache[name] = encoder
-    return encoder
+    return Encoder.load(name, device=device)
+
+
+def cache_folder(option: str | None) -> Path | None:
+    """Return the folder that ``--cache`` names, the default one where it names none, or None for ``off``.
+
+    Raises:
+        MiaError: It is a file.
+    """
+    from mia_serve.core.vector_cache import default_cache
+
+    if option is not None and option.lower() == "off":
+        return None
+    folder = default_cache() if option is None else Path(option).expanduser()
+    if folder is not None and folder.exists() and not folder.is_dir():
+        what = "--cache" if option is not None else "MIA_CACHE"
+        raise MiaError(f"{what} {str(folder)!r} is a file; give a folder, or off")
+    return folder
+
+
+class Encoders:
+    """Opens the encoders of a command, each once, all with the same cache.
+
+    Args:
+        device: The ``--device`` option.
+        cache: What `cache_folder` returns.
+
+    Attributes:
+        report: Counts of the texts that all of them encoded.
+    """
+
+    def __init__(self, device: str, cache: Path | None) -> None:
+        from mia_serve.core.vector_cache import CacheReport
+
+        self.device, self.cache, self.report = device, cache, CacheReport()
+        self._opened: dict[str, CachedEncoder] = {}
+
+    def open(self, name: str) -> CachedEncoder:
+        """Open an encoder by folder, hub id or ``package:module/path``."""
+        if name not in self._opened:
+            encoder = load_encoder(name, self.device)
+            from mia_serve.core.cached_encoder import CachedEncoder
+
+            self._opened[name] = CachedEncoder(encoder, self.cache, self.report)
+        return self._opened[name]
 
 
 def run_defaults(checkpoint: str | None) -> RunDefaults:

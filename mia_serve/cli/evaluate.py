@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mia_serve.cli import study
 from mia_serve.cli.common import (
     AlphaOption,
     Backend,
     BackendOption,
+    CacheOption,
     Candidates,
     Cover,
     CoverOption,
@@ -17,14 +19,15 @@ from mia_serve.cli.common import (
     CoverWeightOption,
     Data,
     DeviceOption,
+    Encoders,
     JsonOption,
     K0Option,
     KSumOption,
     PriorOption,
+    cache_folder,
     check_output,
     chosen,
     emit,
-    load_encoder,
     progress,
     run_defaults,
     write_file,
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(help="Measure on a benchmark.", no_args_is_help=True)
+app.command("locomo")(study.locomo)
+app.command("longmemeval")(study.longmemeval)
 
 
 @app.callback()
@@ -59,6 +64,7 @@ def retrieval(
     cover_weight: CoverWeightOption = CoverWeight.e1_score,
     candidates: Annotated[Candidates, typer.Option(help="What E2 ranks.")] = Candidates.all,
     backend: BackendOption = Backend.auto,
+    cache: CacheOption = None,
     device: DeviceOption = "auto",
     limit: Annotated[int | None, typer.Option(min=1, help="Use N questions, spread evenly over the split.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the shuffled control and the resamples.")] = 0,
@@ -82,6 +88,8 @@ def retrieval(
     if names["base"] is None and names["e1"] is None:
         raise ValueError("no first-stage encoder: give --base or --e1 (the checkpoint of --encoder names neither)")
 
+    encoders = Encoders(device, cache_folder(cache))
+
     # Only now what takes seconds to import: a mistyped option has been answered already.
     from mia_serve.core.names import resolve_folder
     from mia_serve.eval.datasets import load_benchmark
@@ -93,13 +101,12 @@ def retrieval(
     more = ["oracle"] if oracle else []
     if defaults.signature_mode == "global_summary":  # as E2 was trained
         more.append("global_summary")
-    cache: dict[str, Encoder] = {}
     benchmark = load_benchmark(data.value, split, series, limit=limit)
     loaded: dict[str, Encoder | None] = {}
     for role, given in names.items():
         if given is not None:
             say(f"loading {role}: {given}")
-        loaded[role] = None if given is None else load_encoder(given, device, cache)
+        loaded[role] = None if given is None else encoders.open(given)
     report = evaluate_retrieval(
         benchmark,
         base=loaded["base"],
@@ -121,6 +128,7 @@ def retrieval(
     )
     record = report.to_dict()
     record["settings"] |= {"limit": limit, "device": device, "names": names}
+    record["texts"] = encoders.report.to_dict()
     if per_query is not None:
         write_file(per_query, report.query_lines())
-    emit(report.to_text(), record, json_to)
+    emit(f"{report.to_text()}{encoders.report.to_text()}\n", record, json_to)

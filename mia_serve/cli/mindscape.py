@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mia_serve.cli.common import (
+    CacheOption,
     Data,
     DeviceOption,
+    Encoders,
     JsonOption,
+    cache_folder,
     check_folder,
     check_output,
     emit,
-    load_encoder,
     progress,
     write_file,
 )
-from mia_serve.cli.vectors import BUILT_WITH, embed_mindscape
+from mia_serve.cli.embed import BUILT_WITH
 
 if TYPE_CHECKING:
     from mia_serve.core import Encoder
@@ -52,6 +54,7 @@ def build(
     summaries: Annotated[
         Summaries, typer.Option(help="Of books: sentences to read, or the title, names and words that tell apart.")
     ] = Summaries.extractive,
+    cache: CacheOption = None,
     device: DeviceOption = "auto",
     json_to: JsonOption = None,
 ) -> None:
@@ -63,7 +66,8 @@ def build(
         raise ValueError(f"--summaries {summaries.value} is for --books; {data.value} brings its own, leave it out")
     _check_target(out)
     files = _book_files(books) if books is not None else []
-    model = load_encoder(encoder, device)
+    encoders = Encoders(device, cache_folder(cache))
+    model = encoders.open(encoder)
     special = len(model.spec.template.start) + len(model.spec.template.end)
     room = model.spec.max_document_tokens - special
     size = min(200, room) if chunk_tokens is None else chunk_tokens
@@ -78,12 +82,15 @@ def build(
     else:
         say(f"cutting {len(files)} books")
         mindscape = _from_books(files, model, encoder, window, size, overlap, summaries)
-    mindscape.save(out, vectors=embed_mindscape(mindscape, model))
+    from mia_serve.mindscape.vectors import embed_mindscape
+
+    mindscape.save(out, vectors=embed_mindscape(mindscape, model, progress=say))
     # A folder is named in full: the mindscape may be used from elsewhere. Hub ids and package: names stay.
     name = str(Path(encoder).resolve()) if Path(encoder).is_dir() else encoder
     write_file(out / BUILT_WITH, json.dumps({"encoder": name, "spec_hash": model.spec_hash}) + "\n")
     record = _facts(out, mindscape)
-    emit(_lines(record), record, json_to)
+    text = _lines(record) + encoders.report.to_text() + "\n"
+    emit(text, record | {"texts": encoders.report.to_dict()}, json_to)
 
 
 @app.command("show")

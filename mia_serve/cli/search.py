@@ -1,10 +1,10 @@
-"""``mia-serve search`` and ``mia-serve signature``: one question against a mindscape."""
+"""``mia-serve search`` and ``mia-serve signature``: one question against a mindscape, or against an index alone."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -13,32 +13,40 @@ from mia_serve.cli.common import (
     AlphaOption,
     Backend,
     BackendOption,
+    CacheOption,
     Candidates,
     Cover,
     CoverOption,
     CoverWeight,
     CoverWeightOption,
     DeviceOption,
+    Encoders,
     JsonOption,
     K0Option,
     KSumOption,
+    MindscapeOption,
     Mode,
     PriorOption,
+    cache_folder,
     check_folder,
     check_output,
     check_query,
     chosen,
     emit,
-    load_encoder,
     run_defaults,
 )
-from mia_serve.cli.vectors import MindscapeOption, check_kept, default_encoder, kept_vectors
+from mia_serve.cli.embed import check_kept, default_encoder
+from mia_serve.cli.search_index import INDEX_OPTIONS, Pooled, refuse_options, search_index
 
 if TYPE_CHECKING:
-    from mia_serve.core import Encoder
     from mia_serve.mindscape import Mindscape
     from mia_serve.signature import Signature
 
+#: Options of `search` that mean nothing without a mindscape.
+_MINDSCAPE_OPTIONS = (
+    *("e1", "selector", "mode", "alpha", "k0", "k_sum"),
+    *("prior", "cover", "cover_weight", "candidates", "cache"),
+)
 #: Characters of a chunk or summary that a terminal line shows.
 _SNIPPET = 90
 
@@ -65,6 +73,7 @@ def signature(
     k_sum: KSumOption = None,
     cover: CoverOption = Cover.member,
     cover_weight: CoverWeightOption = CoverWeight.e1_score,
+    cache: CacheOption = None,
     device: DeviceOption = "auto",
     json_to: JsonOption = None,
 ) -> None:
@@ -73,15 +82,16 @@ def signature(
     check_query(query)
     check_folder(mindscape, "--mindscape")
     name = encoder if encoder is not None else default_encoder(mindscape)
+    encoders = Encoders(device, cache_folder(cache))
     from mia_serve.mindscape import Mindscape
+    from mia_serve.mindscape.vectors import kept_vectors
     from mia_serve.retriever import Retriever
 
     opened = Mindscape.load(mindscape)
-    cache: dict[str, Encoder] = {}
-    first = load_encoder(name, device, cache)
+    first = encoders.open(name)
     if encoder is None:
         check_kept(mindscape, name, first)
-    chooser = load_encoder(selector, device, cache) if selector is not None else first
+    chooser = encoders.open(selector) if selector is not None else first
     retriever = Retriever(
         opened,
         first,
@@ -105,14 +115,26 @@ def signature(
         "cover_weight": cover_weight.value,
         "pool": [opened.sessions[int(row)].id for row in pool.sessions],
         "signature": found.to_dict(),
+        "texts": encoders.report.to_dict(),
     }
     emit(_signature_text(opened, found, len(pool.sessions)), record, json_to)
 
 
 def search(
-    mindscape: MindscapeOption,
+    context: typer.Context,
     query: QueryOption,
-    encoder: Annotated[str | None, typer.Option(help="E2; the mindscape's encoder, without E2, by default.")] = None,
+    mindscape: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--mindscape", metavar="DIR", help="Folder of `mindscape build`: search with signatures."),
+    ] = None,
+    index: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--index", metavar="DIR", help="Or a folder of `index build`: search its vectors alone."),
+    ] = None,
+    encoder: Annotated[
+        str | None,
+        typer.Option(help="E2; the mindscape's encoder, without E2, by default. With --index: the index's encoder."),
+    ] = None,
     e1: Annotated[
         str | None, typer.Option("--e1", help="E1; what the checkpoint of --encoder names by default.")
     ] = None,
@@ -121,7 +143,17 @@ def search(
         SearchMode | None,
         typer.Option("--signature", help="What E2 gets beside the question; as it was trained by default."),
     ] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="Chunks to print.")] = 10,
+    k: Annotated[int, typer.Option("-k", min=1, help="Chunks, or sessions, to print.")] = 10,
+    sessions: Annotated[bool, typer.Option("--sessions", help="With --index: find sessions.")] = False,
+    pooling: Annotated[
+        Pooled, typer.Option(help="A session's score out of its chunks': with --sessions.")
+    ] = Pooled.max,
+    where: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            metavar="KEY=VALUE", help="With --index: chunks with this metadata; a key given twice may be either."
+        ),
+    ] = None,
     alpha: AlphaOption = None,
     k0: K0Option = 50,
     k_sum: KSumOption = None,
@@ -130,12 +162,21 @@ def search(
     cover_weight: CoverWeightOption = CoverWeight.e1_score,
     candidates: Annotated[Candidates, typer.Option(help="What E2 ranks.")] = Candidates.all,
     backend: BackendOption = Backend.auto,
+    cache: CacheOption = None,
     device: DeviceOption = "auto",
     json_to: JsonOption = None,
 ) -> None:
-    """Find the chunks of a mindscape that answer a question."""
+    """Find the chunks of a mindscape, or the chunks or sessions of an index, that answer a question."""
     check_output(json_to, "--json")
     check_query(query)
+    if (mindscape is None) == (index is None):
+        raise ValueError("give what to search once: either --mindscape DIR or --index DIR")
+    if index is not None:
+        refuse_options(context, _MINDSCAPE_OPTIONS, "--index")
+        search_index(index, encoder, query, k, sessions, pooling, where or [], backend.value, device, json_to)
+        return
+    assert mindscape is not None
+    refuse_options(context, INDEX_OPTIONS, "--mindscape")
     check_folder(mindscape, "--mindscape")
     first_name, second_name = _search_encoders(mindscape, encoder, e1)
     defaults = run_defaults(second_name)
@@ -145,16 +186,17 @@ def search(
         raise ValueError(
             "E1 reads the question alone: give --encoder E2, or --prior 0.1 to weigh the signature's sessions"
         )
+    encoders = Encoders(device, cache_folder(cache))
     from mia_serve.mindscape import Mindscape
+    from mia_serve.mindscape.vectors import kept_vectors
     from mia_serve.retriever import Retriever
 
     opened = Mindscape.load(mindscape)
-    cache: dict[str, Encoder] = {}
-    first = load_encoder(first_name, device, cache)
+    first = encoders.open(first_name)
     if encoder is None and e1 is None:
         check_kept(mindscape, first_name, first)
-    second = load_encoder(second_name, device, cache) if second_name is not None else None
-    chooser = load_encoder(selector, device, cache) if selector is not None else first
+    second = encoders.open(second_name) if second_name is not None else None
+    chooser = encoders.open(selector) if selector is not None else first
     retriever = Retriever(
         opened,
         first,
@@ -191,6 +233,7 @@ def search(
         "e2": None if second is None else {"name": second_name, "spec_hash": second.spec_hash},
         "signature": None if found is None else found.to_dict(),
         "hits": hits,
+        "texts": encoders.report.to_dict(),
     }
     lines = [f"{hit['rank']:>3}  {hit['score']:.4f}  {hit['id']}  {_snippet(str(hit['text']))}" for hit in hits]
     text = "" if found is None else "signature: " + ", ".join(found.session_ids) + "\n"

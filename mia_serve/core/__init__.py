@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from mia_serve.core.errors import MiaError
 
 _HOME = {
+    "CacheReport": "vector_cache",
+    "CachedEncoder": "cached_encoder",
     "EncodeFailed": "encoder",
     "Encoder": "encoder",
     "EncoderSpec": "spec",
@@ -18,7 +20,9 @@ _HOME = {
     "SequenceBatch": "pooling",
     "Template": "template",
     "TextTokeniser": "tokenise",
+    "default_cache": "vector_cache",
     "embed_batch": "encoder",
+    "embed_texts": "vector_cache",
     "fuse_views": "scoring",
     "normalise": "scoring",
     "pad_sequences": "pooling",
@@ -26,16 +30,20 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from mia_serve.core.cached_encoder import CachedEncoder
     from mia_serve.core.encoder import EncodeFailed, Encoder, QueryViews, embed_batch
     from mia_serve.core.pooling import Sequence, SequenceBatch, pad_sequences, pool_spans
     from mia_serve.core.scoring import fuse_views, normalise
     from mia_serve.core.spec import SPEC_FILE, EncoderSpec
     from mia_serve.core.template import MIA_INSTRUCTION, Template
     from mia_serve.core.tokenise import TextTokeniser
+    from mia_serve.core.vector_cache import CacheReport, default_cache, embed_texts
 
 __all__ = [
     "MIA_INSTRUCTION",
     "SPEC_FILE",
+    "CacheReport",
+    "CachedEncoder",
     "EncodeFailed",
     "Encoder",
     "EncoderSpec",
@@ -45,7 +53,9 @@ __all__ = [
     "SequenceBatch",
     "Template",
     "TextTokeniser",
+    "default_cache",
     "embed_batch",
+    "embed_texts",
     "fuse_views",
     "normalise",
     "pad_sequences",

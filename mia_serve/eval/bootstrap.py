@@ -6,8 +6,10 @@ Questions about one book share its difficulty, so resampling questions gives int
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +18,11 @@ from mia_serve.core.errors import MiaError
 CONFIDENCE = 0.95
 #: Resamples drawn at once: bounds the memory of the (block, G) matrix of cluster counts.
 _BLOCK_CELLS = 20_000_000
+#: Draws of up to so many counts are kept: the rows of a table are resampled alike, and drawing is most of the work.
+_KEPT_CELLS = 2_500_000
+
+#: Whether a p-value is for "above 0" (one) or "not 0" (two).
+Sides = Literal[1, 2]
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class Interval:
         n_boot: Resamples drawn.
         seed: Seed of the draws.
         reason: Why mean or interval is None; empty otherwise.
-        p_value: Two-sided, for the mean being 0 (differences only, see ``paired_bootstrap``).
+        p_value: For the mean being 0 (differences only, see ``paired_bootstrap``).
+        sides: Of the p-value, 1 or 2; None where there is no test.
     """
 
     mean: float | None
@@ -45,6 +53,7 @@ class Interval:
     seed: int
     reason: str = ""
     p_value: float | None = None
+    sides: Sides | None = None
 
     @property
     def excludes_zero(self) -> bool:
@@ -54,9 +63,9 @@ class Interval:
     @property
     def p_text(self) -> str:
         """Write the p-value; one that no resample contradicts is below what ``n_boot`` can resolve."""
-        if self.p_value is None:
+        if self.p_value is None or self.sides is None:
             return "n/a"
-        return f"< {2 / self.n_boot:.2g}" if self.p_value == 0 else f"{self.p_value:.2g}"
+        return f"< {self.sides / self.n_boot:.2g}" if self.p_value == 0 else f"{self.p_value:.2g}"
 
 
 def cluster_bootstrap(
@@ -76,7 +85,7 @@ def cluster_bootstrap(
     Raises:
         MiaError: The lengths differ, ``n_boot`` is below 1, or a value is not finite.
     """
-    return _summarise(values, groups, n_boot, seed, test=False)
+    return _summarise(values, groups, n_boot, seed, sides=None)
 
 
 def paired_bootstrap(
@@ -86,8 +95,9 @@ def paired_bootstrap(
     *,
     n_boot: int = 10_000,
     seed: int = 0,
+    sides: Sides = 2,
 ) -> Interval:
-    """Estimate the mean of ``first - second`` over the same questions, with interval and two-sided p-value.
+    """Estimate the mean of ``first - second`` over the same questions, with interval and p-value.
 
     Args:
         first: One value a question, (n,); None where there is none.
@@ -95,9 +105,11 @@ def paired_bootstrap(
         groups: Group of each question, (n,).
         n_boot: Number of resamples.
         seed: Seed of the draws.
+        sides: 2, or 1 for the question whether ``first`` is the better one.
 
     Returns:
-        The interval; ``p_value`` is twice the share of resamples on the less frequent side of 0 (at most 1).
+        The interval; ``p_value`` is twice the share of resamples on the less frequent side of 0 (at most 1), and
+        one-sided the share of resamples at or below 0.
 
     Raises:
         MiaError: As ``cluster_bootstrap``.
@@ -105,11 +117,11 @@ def paired_bootstrap(
     if len(first) != len(second):
         raise MiaError(f"{len(first)} values against {len(second)}; a paired difference needs the same questions")
     differences = [None if a is None or b is None else a - b for a, b in zip(first, second, strict=True)]
-    return _summarise(differences, groups, n_boot, seed, test=True)
+    return _summarise(differences, groups, n_boot, seed, sides=sides)
 
 
 def _summarise(
-    values: Sequence[float | None], groups: Sequence[Hashable], n_boot: int, seed: int, *, test: bool
+    values: Sequence[float | None], groups: Sequence[Hashable], n_boot: int, seed: int, *, sides: Sides | None
 ) -> Interval:
     if len(values) != len(groups):
         raise MiaError(f"{len(values)} values but {len(groups)} groups; give the group of every question")
@@ -135,20 +147,32 @@ def _summarise(
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     p_value = None
-    if test:
-        p_value = min(1.0, 2 * min(float(np.mean(means <= 0)), float(np.mean(means >= 0))))
-    return Interval(mean, float(low), float(high), len(kept), excluded, clusters, n_boot, seed, p_value=p_value)
+    if sides is not None:
+        below, above = float(np.mean(means <= 0)), float(np.mean(means >= 0))
+        p_value = below if sides == 1 else min(1.0, 2 * min(below, above))
+    return Interval(
+        mean, float(low), float(high), len(kept), excluded, clusters, n_boot, seed, p_value=p_value, sides=sides
+    )
 
 
 def _resampled_means(sums: np.ndarray, sizes: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
     """Draw the question-weighted means of resampled clusters, (n_boot,), from cluster sums and sizes, (G,)."""
-    clusters = len(sums)
+    cells = n_boot * len(sums)
+    keep = cells <= min(_KEPT_CELLS, _BLOCK_CELLS)
+    blocks = (_kept_counts if keep else _counts)(len(sums), n_boot, seed)
+    # The ratio of resampled sums to resampled sizes is two matrix products.
+    return np.concatenate([(counts @ sums) / (counts @ sizes) for counts in blocks])
+
+
+def _counts(clusters: int, n_boot: int, seed: int) -> Iterator[np.ndarray]:
+    """Draw how often each cluster is in each resample, in blocks of (b, G)."""
     rng = np.random.default_rng(seed)
     share = np.full(clusters, 1 / clusters)
     block = max(1, _BLOCK_CELLS // clusters)
-    means = []
     for start in range(0, n_boot, block):
-        # How often each cluster was drawn: (block, G). The ratio is then two matrix products.
-        counts = rng.multinomial(clusters, share, size=min(block, n_boot - start))
-        means.append((counts @ sums) / (counts @ sizes))
-    return np.concatenate(means)
+        yield rng.multinomial(clusters, share, size=min(block, n_boot - start)).astype(np.float64)
+
+
+@lru_cache(maxsize=2)
+def _kept_counts(clusters: int, n_boot: int, seed: int) -> tuple[np.ndarray, ...]:
+    return tuple(_counts(clusters, n_boot, seed))

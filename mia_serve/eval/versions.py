@@ -16,6 +16,7 @@ PACKAGES = (
     "peft",
     "accelerate",
     "numpy",
+    "bm25s",
     "faiss-cpu",
     "faiss-gpu",
     "pytrec-eval-terrier",

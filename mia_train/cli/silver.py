@@ -134,8 +134,8 @@ def _client(
 def _inputs(folder: Path, questions: Path, nodes: Path | None, encoder: str, device: str) -> dict[str, Any]:
     """Read all inputs, the encoder last: what is wrong with the files is told before anything is encoded."""
     from mia_serve.cli.common import load_encoder
-    from mia_serve.cli.vectors import stored_vectors
     from mia_serve.mindscape import Mindscape
+    from mia_serve.mindscape.vectors import stored_vectors
     from mia_train.silver_input import chunk_units, read_nodes, read_questions
 
     opened = Mindscape.load(folder)

@@ -129,6 +129,30 @@ def test_paired_p_value_is_two_sided_and_symmetric() -> None:
     assert paired_bootstrap(first, first, groups).p_value == 1.0
 
 
+def test_evl_13_one_sided_p_is_the_share_of_resamples_at_or_below_zero() -> None:
+    rng = np.random.default_rng(0)
+    groups = [f"g{i // 5}" for i in range(100)]
+    first, second = list(rng.normal(0.02, 0.2, 100)), [0.0] * 100
+    one = paired_bootstrap(first, second, groups, n_boot=4000, seed=1, sides=1)
+    two = paired_bootstrap(first, second, groups, n_boot=4000, seed=1)
+    assert (one.sides, two.sides) == (1, 2)
+    assert one.p_value == pytest.approx(two.p_value / 2)
+    # The other way round it is the worse one: nearly every resample is at or below zero.
+    assert paired_bootstrap(second, first, groups, n_boot=4000, seed=1, sides=1).p_value == pytest.approx(
+        1 - one.p_value
+    )
+    never = paired_bootstrap([1.0] * 4, [0.0] * 4, ["a", "a", "b", "b"], n_boot=4000, sides=1)
+    assert never.p_text == "< 0.00025"
+    assert cluster_bootstrap(first, groups, n_boot=10).sides is None
+
+
+def test_kept_draws_are_those_of_the_seed() -> None:
+    values, groups = _sample(2)
+    fresh = [cluster_bootstrap(values, groups, n_boot=300, seed=seed) for seed in (1, 2, 3)]
+    again = [cluster_bootstrap(values, groups, n_boot=300, seed=seed) for seed in (3, 2, 1)]
+    assert fresh == again[::-1]
+
+
 def test_paired_drops_questions_that_either_row_lacks() -> None:
     pair = paired_bootstrap([1.0, None, 1.0], [0.0, 0.0, None], ["a", "b", "c"], n_boot=10)
     assert (pair.mean, pair.n, pair.excluded) == (1.0, 1, 2)

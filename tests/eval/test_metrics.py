@@ -11,6 +11,7 @@ import ranx
 from mia_serve.core.errors import MiaError
 from mia_serve.eval.metrics import (
     METRICS,
+    SESSION_METRICS,
     chance_scores,
     refused_metrics,
     score_queries,
@@ -29,6 +30,27 @@ def test_hand_computed_values() -> None:
     gain = 1 / math.log2(3) + 1 / math.log2(6) + 1 / math.log2(8)
     ideal = sum(1 / math.log2(rank + 1) for rank in range(1, 5))
     assert scores["ndcg@10"] == pytest.approx(gain / ideal)
+
+
+def test_chosen_metrics_with_hit_1_apart_from_recall_1() -> None:
+    ranked, gold = [["a", "x", "b", "y", "z", "c"]], [{"a", "b", "c"}]
+    (scores,) = score_queries(ranked, gold, metrics=SESSION_METRICS)
+    assert tuple(scores) == SESSION_METRICS
+    assert scores["hit@1"] == 1.0 and scores["r@1"] == pytest.approx(1 / 3)
+    gain, ideal = 1 + 1 / math.log2(4), 1 + 1 / math.log2(3) + 1 / math.log2(4)
+    assert scores["ndcg@5"] == pytest.approx(gain / ideal)
+    with pytest.raises(MiaError, match="unknown metric 'map'; available: hit@1"):
+        score_queries(ranked, gold, metrics=["map"])
+
+
+def test_evl_07_every_query_may_have_a_haystack_of_its_own() -> None:
+    small, large = score_queries(
+        [["a", "b"], ["a", "b"]], [["a"], ["a"]], haystack_size=[4, 9], metrics=SESSION_METRICS
+    )
+    assert small["r@5"] is None and small["ndcg@5"] is None and small["r@3"] == 1.0
+    assert large["r@5"] == 1.0
+    with pytest.raises(MiaError, match="2 rankings but 1 haystack sizes"):
+        score_queries([["a"], ["a"]], [["a"], ["a"]], haystack_size=[4])
 
 
 def test_first_hit_miss_and_empty_ranking() -> None:
@@ -98,6 +120,12 @@ def test_evl_07_chance_level_equals_random_rankings() -> None:
     scores = score_queries(ranked, [gold] * len(ranked))
     chance = chance_scores(size, len(gold), depth)
     for metric in METRICS:
+        assert np.mean([row[metric] for row in scores]) == pytest.approx(chance[metric], abs=0.012), metric
+    scores, chance = (
+        score_queries(ranked, [gold] * len(ranked), metrics=SESSION_METRICS),
+        chance_scores(size, len(gold), depth, SESSION_METRICS),
+    )
+    for metric in SESSION_METRICS:
         assert np.mean([row[metric] for row in scores]) == pytest.approx(chance[metric], abs=0.012), metric
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -223,7 +224,9 @@ from mia_serve.lexical import BM25Index
 BM25Index(["b", "a"], ["one two three four", "three five"]).save(sys.argv[1])
 """
     for seed in ("1", "2"):
-        subprocess.run([sys.executable, "-c", code, tmp_path / seed], env={"PYTHONHASHSEED": seed}, check=True)
+        subprocess.run(
+            [sys.executable, "-c", code, tmp_path / seed], env={**os.environ, "PYTHONHASHSEED": seed}, check=True
+        )
     for file in (tmp_path / "1").iterdir():
         assert (tmp_path / "2" / file.name).read_bytes() == file.read_bytes()
 

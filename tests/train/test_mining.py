@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 
 from mia_serve.core import Encoder
 from mia_serve.core.errors import MiaError
+from mia_serve.core.vector_cache import text_digest
 from mia_serve.mindscape import Book, Mindscape
 from mia_train import embedding
 from mia_train.candidates import Document
@@ -29,7 +30,6 @@ from mia_train.mining import MiningSettings, mine, select
 from mia_train.mining_report import format_report
 from mia_train.rescore import CrossEncoderTeacher, EncoderTeacher
 from mia_train.rows import Passage, Row, read_rows, text_key, write_rows
-from mia_train.vector_cache import text_digest
 
 TALE = "the ferryman counted lamps along quay and found one missing she kept ledger under floor key clock"
 WORDS = TALE.split()
@@ -448,9 +448,9 @@ def test_a_killed_run_leaves_whole_shards_and_a_broken_one_is_encoded_again(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(tiny, "encode_documents", dies)
         Embedder(tiny, tmp_path).documents(texts)
-    shards = sorted(tmp_path.glob("*/*.npy"))
+    shards = sorted(tmp_path.glob("*/*.shard"))
     assert len(shards) == 3
-    (shards[0].parent / ".unfinished.npy.1234.tmp").write_bytes(b"\x93NUMPY")
+    (shards[0].parent / ".unfinished.shard.1234.tmp").write_bytes(b"MIAVEC1\n")
     shards[0].write_bytes(shards[0].read_bytes()[:200])
     embedder = Embedder(tiny, tmp_path)
     np.testing.assert_allclose(embedder.documents(texts), expected, atol=1e-6)

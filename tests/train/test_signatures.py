@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from mia_serve.cli.vectors import embed_mindscape
 from mia_serve.core import Encoder, MiaError
 from mia_serve.eval.datasets import Benchmark, Haystack, Query
 from mia_serve.mindscape import Book, Mindscape, book_summaries
+from mia_serve.mindscape.vectors import embed_mindscape
 from mia_serve.retriever import Retriever
 from mia_train.config import Recipe
 from mia_train.data import build_rows, check_rows, prepare_rows

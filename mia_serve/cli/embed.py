@@ -1,0 +1,102 @@
+"""``mia-serve embed``: vectors of a mindscape, kept with it under the hash of their encoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mia_serve.cli.common import (
+    CacheOption,
+    DeviceOption,
+    Encoders,
+    JsonOption,
+    MindscapeOption,
+    cache_folder,
+    check_folder,
+    check_output,
+    emit,
+    progress,
+    read_object,
+    write_file,
+)
+
+if TYPE_CHECKING:
+    from mia_serve.core import Encoder
+
+#: Note in a mindscape's folder: the encoder that it was built with, default of --encoder.
+BUILT_WITH = "encoder.json"
+
+
+def embed(
+    mindscape: MindscapeOption,
+    encoder: Annotated[str, typer.Option(help="Folder, hub id or package:module/path.")],
+    cache: CacheOption = None,
+    device: DeviceOption = "auto",
+    json_to: JsonOption = None,
+) -> None:
+    """Add an encoder's vectors of all chunks and summaries to a mindscape; later commands then need not encode them."""
+    check_output(json_to, "--json")
+    check_folder(mindscape, "--mindscape")
+    encoders = Encoders(device, cache_folder(cache))
+    from mia_serve.mindscape import Mindscape
+    from mia_serve.mindscape.vectors import all_vectors, embed_mindscape
+
+    opened = Mindscape.load(mindscape)
+    model = encoders.open(encoder)
+    kept = all_vectors(mindscape)
+    made = embed_mindscape(opened, model, kept, progress())
+    encoders.report.known += sum(
+        len(array) for name, (array, spec_hash) in kept.items() if spec_hash == model.spec_hash and name not in made
+    )
+    note = mindscape / BUILT_WITH
+    built_with = note.read_text(encoding="utf-8") if note.is_file() else None
+    # Written aside and renamed as a whole, so the note would go with the old folder.
+    opened.save(mindscape, vectors=kept | made)
+    if built_with is not None:
+        write_file(note, built_with)
+    record = {
+        "mindscape": str(mindscape),
+        "encoder": encoder,
+        "spec_hash": model.spec_hash,
+        "dim": model.dim,
+        "chunks": len(opened.chunks),
+        "sessions": len(opened.sessions),
+        "texts": encoders.report.to_dict(),
+    }
+    text = (
+        f"{mindscape}: {record['chunks']} chunks and {record['sessions']} summaries, dim {model.dim}, "
+        f"{model.spec_hash}\n{encoders.report.to_text()}\n"
+    )
+    emit(text, record, json_to)
+
+
+def default_encoder(path: Path) -> str:
+    """Return the encoder that a mindscape was built with.
+
+    Raises:
+        ValueError: The folder does not say.
+    """
+    note = path / BUILT_WITH
+    if not note.is_file():
+        raise ValueError(f"{path} does not name the encoder it was built with; give --encoder")
+    name = read_object(note).get("encoder")
+    if not isinstance(name, str):
+        raise ValueError(f"{note} names no encoder; give --encoder")
+    return name
+
+
+def check_kept(path: Path, name: str, encoder: Encoder) -> None:
+    """Refuse the encoder that a mindscape names where it is no longer the one that made the mindscape's vectors.
+
+    Raises:
+        ValueError: No vectors of this encoder are kept; the message names its hash and the fix.
+    """
+    from mia_serve.mindscape.vectors import stored_vectors
+
+    if stored_vectors(path, "chunks", encoder) is None:
+        raise ValueError(
+            f"{path} keeps no vectors of its encoder {name} as it is now (spec hash {encoder.spec_hash}): the "
+            "checkpoint or its number format has changed; run `mia-serve embed` with it, or encode once with --encoder"
+        )
