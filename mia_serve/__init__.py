@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "BM25Index": "mia_serve.lexical",
     "Encoder": "mia_serve.core",
     "EncoderSpec": "mia_serve.core",
+    "IndexWriter": "mia_serve.index",
     "MiaError": "mia_serve.core",
     "Mindscape": "mia_serve.mindscape",
     "Retriever": "mia_serve.retriever",
@@ -19,12 +21,23 @@ _HOME = {
 
 if TYPE_CHECKING:
     from mia_serve.core import Encoder, EncoderSpec, MiaError
-    from mia_serve.index import SessionIndex
+    from mia_serve.index import IndexWriter, SessionIndex
+    from mia_serve.lexical import BM25Index
     from mia_serve.mindscape import Mindscape
     from mia_serve.retriever import Retriever
     from mia_serve.signature import select_signature
 
-__all__ = ["Encoder", "EncoderSpec", "MiaError", "Mindscape", "Retriever", "SessionIndex", "select_signature"]
+__all__ = [
+    "BM25Index",
+    "Encoder",
+    "EncoderSpec",
+    "IndexWriter",
+    "MiaError",
+    "Mindscape",
+    "Retriever",
+    "SessionIndex",
+    "select_signature",
+]
 
 
 def __getattr__(name: str) -> Any:

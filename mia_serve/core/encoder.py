@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # Texts are tokenised and sorted by length this many at a time: enough to fill batches, little to keep in memory.
 WINDOW = 8192
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 131072}
+_CHECKSUM_BLOCK = 1 << 20  # numbers of a parameter summed at once
 
 
 class QueryViews(NamedTuple):
@@ -121,16 +122,14 @@ class Encoder:
     def spec_hash(self) -> str:
         """Return 16 hex digits over the spec and a fingerprint of the weights as they are now.
 
-        The fingerprint reads up to 64 values of every parameter, so that it is cheap for any model and still moves
-        with any training step.
+        The fingerprint reads every weight, so that vectors of a model that differs in one are never taken for this
+        one's; that costs about as much as a copy of the weights.
         """
         digest = hashlib.sha256(self.spec.hash.encode())
         with torch.no_grad():
             for name, parameter in sorted(self.model.named_parameters()):
-                flat = parameter.detach().flatten()
-                picked = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
                 digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-                digest.update(picked.numpy().tobytes())
+                digest.update(_checksum(parameter))
         return digest.hexdigest()[:16]
 
     def tokenise_query(self, text: str, signature: Signature = None, node: bool = False) -> list[Sequence]:
@@ -280,3 +279,15 @@ def _texts(texts: Seq[str], what: str) -> None:
     for i, text in enumerate(texts):
         if not isinstance(text, str):
             raise MiaError(f"{what}[{i}] is {type(text).__name__}; give strings")
+
+
+def _checksum(parameter: torch.Tensor) -> bytes:
+    """Sum the bits of a tensor, each number times an odd factor of its place, modulo 2⁶⁴: one changed number shows.
+
+    Integers, so that every device gives the same.
+    """
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = parameter.detach().flatten().view(kinds[parameter.element_size()])
+    factors = torch.arange(1, 2 * min(len(bits), _CHECKSUM_BLOCK), 2, device=bits.device)
+    sums = [(part.long() * factors[: len(part)]).sum() for part in bits.split(_CHECKSUM_BLOCK)]
+    return torch.stack(sums).cpu().numpy().tobytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -15,6 +16,8 @@ from mia_serve.index.segment_writer import metadata_lines
 from mia_serve.index.vectors import check_strings, check_vectors
 
 Metadata = Sequence[dict[str, Any] | None] | None
+
+_LEAST_BETA = 1e-6  # below, the differences that the logarithm lives on are lost in rounding
 
 
 class Chunks(NamedTuple):
@@ -53,10 +56,23 @@ def check_count(value: int, name: str) -> None:
 
 
 def check_pooling(pooling: str, topk: int, beta: float) -> None:
-    """Raise MiaError unless the pooling is known, topk an integer ≥ 1 and beta a number above 0."""
+    """Raise MiaError unless the pooling is known, topk an integer ≥ 1 and beta a number ≥ 1e-6."""
     check_count(topk, "topk")
     if pooling not in get_args(Pooling):
         allowed = ", ".join(map(repr, get_args(Pooling)))
         raise MiaError(f"pooling={pooling!r}: allowed are {allowed}")
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta < math.inf:
-        raise MiaError(f"beta={beta!r}: give a number above 0")
+    if isinstance(beta, bool) or not isinstance(beta, Real) or not _LEAST_BETA <= beta < math.inf:
+        raise MiaError(f"beta={beta!r}: give a number of at least {_LEAST_BETA} (towards 0 'lme' becomes 'mean')")
+
+
+def check_bias(bias: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a bias as an array.
+
+    Raises:
+        MiaError: Unless it is of that shape and holds numbers that are finite in float32, in which scores are.
+    """
+    array = np.asarray(bias)
+    limit = float(np.finfo(np.float32).max)
+    if array.shape != shape or array.dtype.kind not in "fiu" or not (np.abs(array) <= limit).all():
+        raise MiaError(f"bias {array.shape} {array.dtype}: expected finite float32 numbers of shape {shape}")
+    return array

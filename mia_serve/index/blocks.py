@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,14 @@ import torch
 from mia_serve.index.vectors import Block
 
 _MERGE_BYTES = 1 << 24  # neighbours of less together are joined, so that many small additions do not slow a search
+
+
+class Span(NamedTuple):
+    """Neighbouring positions: the first one, the block they lie in, and their rows there."""
+
+    start: int
+    block: int
+    rows: slice
 
 
 class VectorBlocks:
@@ -48,23 +57,37 @@ class VectorBlocks:
             self._put(joined, True, None if None in norms else max(n for n in norms if n is not None))
         self._ends = np.cumsum([len(b.data) for b in self.blocks])
 
-    def tiles(self, tall: int, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first position, vectors (t, d) float32 on the device), t ≤ tall; from position start on."""
+    def spans(self, tall: int, start: int = 0) -> Iterator[Span]:
+        """Cut the positions from start on into spans of at most tall vectors that lie in one block."""
         for number, block in enumerate(self.blocks):
             first = int(self._ends[number]) - len(block.data)
             for row in range(max(0, start - first), len(block.data), tall):
-                yield first + row, self._decoded(number, slice(row, row + tall))
+                yield Span(first + row, number, slice(row, min(row + tall, len(block.data))))
+
+    def tile(self, span: Span) -> torch.Tensor:
+        """Return the vectors of a span, (t, d) float32 on the device."""
+        return self._decoded(span.block, span.rows)
+
+    def tiles(self, tall: int, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first position, vectors) of each span."""
+        for span in self.spans(tall, start):
+            yield span.start, self.tile(span)
 
     def take(self, positions: np.ndarray) -> torch.Tensor:
         """Return the vectors at positions, (m, d) float32 on the device."""
         if len(self.blocks) == 1:
             return self._decoded(0, positions)
         taken = torch.empty((len(positions), self.dim), device=self.device)
+        on_host = taken.numpy() if self.device.type == "cpu" else None
         number = np.searchsorted(self._ends, positions, side="right")
         for i in np.unique(number).tolist():
             here = np.flatnonzero(number == i)
             first = int(self._ends[i]) - len(self.blocks[i].data)
-            taken[torch.from_numpy(here).to(self.device)] = self._decoded(i, positions[here] - first)
+            found = self._decoded(i, positions[here] - first)
+            if on_host is not None:  # few rows at a time: not worth waking torch's threads
+                on_host[here] = found.numpy()
+            else:
+                taken[torch.from_numpy(here).to(self.device)] = found
         return taken
 
     def max_norm(self) -> float:

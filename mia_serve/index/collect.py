@@ -7,16 +7,20 @@ the largest thing held. Chunks may belong to groups (sessions), of which the bes
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from mia_serve.index.blocks import VectorBlocks
+from mia_serve.index.blocks import Span, VectorBlocks
 from mia_serve.index.flat import product
+from mia_serve.index.threads import share, workers
 
 _SCORES = 1 << 20  # of one tile
 _TALL = 1 << 13  # vectors in one tile
+_SHORT = 1 << 10  # not less, that all threads may have some
+_AT_ONCE = 4  # tiles of full size that are held at once
 _TILE_ELEMENTS = 1 << 22  # numbers in one tile's vectors
 _DENSE = 16  # where more than one in so many scores reach the bar, it is worth raising it first
 _HITS = 1 << 13  # hits that are held before the first look at them
@@ -60,30 +64,36 @@ def collect(
     Returns:
         Candidates whose floor is -inf where they are complete; +inf, and none, where there were too many.
     """
-    hits = _Hits(k, margin.cpu().numpy(), group)
-    bar = queries.new_full((len(queries), 1), _LOWEST)
-    slack = 2 * margin[:, None]
-    tall = max(1, min(_TALL, _SCORES // len(queries), _TILE_ELEMENTS // vectors.dim))
-    for start, tile in vectors.tiles(tall):
-        positions = np.arange(start, start + len(tile))
-        keep = None if allowed is None else allowed[start : start + len(tile)]
-        if keep is not None and 2 * keep.sum() <= len(keep):
-            tile, positions, keep = tile[torch.from_numpy(keep).to(tile.device)], positions[keep], None
-            if not len(tile):
-                continue
-        scores = product(queries, tile)
-        if keep is not None and not keep.all():
-            scores[:, torch.from_numpy(~keep).to(scores.device)] = -torch.inf
-        found = _reaching(scores, bar)
-        if len(found) > max(scores.numel() // _DENSE, 2 * k * len(queries)):
-            bar, floor = _raise_bar(scores, bar, slack, k, None if group is None else group[positions])
-            found = _reaching(scores, bar if floor is None else torch.maximum(bar, floor))
-        values = scores.view(-1)[torch.from_numpy(found).to(scores.device)].cpu().numpy()
-        query, column = np.divmod(found, len(positions))
-        if hits.add(query, positions[column], values):
-            bar = torch.maximum(bar, torch.from_numpy(hits.prune()[:, None]).to(bar))
+    hits = _Hits(queries, k, margin, group)
+    threads = torch.get_num_threads() if queries.device.type == "cpu" else 1
+    scores_each = _SCORES // max(1, threads // _AT_ONCE)
+    even = max(_SHORT, len(vectors) // (4 * threads))
+    spans = list(vectors.spans(max(1, min(_TALL, even, scores_each // len(queries), _TILE_ELEMENTS // vectors.dim))))
+
+    def scan(span: Span) -> None:
+        keep = None if allowed is None else allowed[span.start : span.start + span.rows.stop - span.rows.start]
+        if keep is None or keep.any():
+            _scan_tile(queries, vectors.tile(span), span.start, keep, hits)
+
+    share(scan, spans, workers(queries.device, len(spans)))
     hits.prune()
     return hits.candidates()
+
+
+def _scan_tile(queries: torch.Tensor, tile: torch.Tensor, start: int, keep: np.ndarray | None, hits: _Hits) -> None:
+    """Add to hits what of a tile's allowed vectors reaches the bar."""
+    positions = np.arange(start, start + len(tile))
+    if keep is not None and 2 * keep.sum() <= len(keep):
+        tile, positions, keep = tile[torch.from_numpy(keep).to(tile.device)], positions[keep], None
+    scores = product(queries, tile)
+    if keep is not None and not keep.all():
+        scores[:, torch.from_numpy(~keep).to(scores.device)] = -torch.inf
+    found = _reaching(scores, hits.bar)
+    if len(found) > max(scores.numel() // _DENSE, 2 * hits.k * len(queries)):
+        found = _reaching(scores, hits.raised(scores, positions))
+    values = scores.view(-1)[torch.from_numpy(found).to(scores.device)].cpu().numpy()
+    query, column = np.divmod(found, len(positions))
+    hits.add(query, positions[column], values)
 
 
 def _reaching(scores: torch.Tensor, bar: torch.Tensor) -> np.ndarray:
@@ -93,43 +103,57 @@ def _reaching(scores: torch.Tensor, bar: torch.Tensor) -> np.ndarray:
     return (scores >= bar).view(-1).nonzero()[:, 0].cpu().numpy()
 
 
-def _raise_bar(
-    scores: torch.Tensor, bar: torch.Tensor, slack: torch.Tensor, k: int, group: np.ndarray | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a bar that one tile's scores justify, (n, 1), and for groups what each score must reach in its group."""
-    if group is None:
-        if scores.shape[1] < k:
-            return bar, None
-        return torch.maximum(bar, scores.topk(k).values[:, -1:] - slack), None
-    names, codes = np.unique(group, return_inverse=True)
-    index = torch.from_numpy(codes).to(scores.device).expand(len(scores), -1)
-    best = scores.new_full((len(scores), len(names)), -torch.inf).scatter_reduce_(1, index, scores, "amax")
-    if len(names) >= k:
-        bar = torch.maximum(bar, best.topk(k).values[:, -1:] - 2 * slack)
-    return bar, best.gather(1, index) - slack
-
-
 class _Hits:
-    """(query, position, score) that reached the bar; on the host, where sorting so few is quickest."""
+    """(query, position, score) that reached the bar; on the host, where sorting so few is quickest.
 
-    def __init__(self, k: int, margin: np.ndarray, group: np.ndarray | None) -> None:
-        self._k, self._slack, self._group = k, 2 * margin, group
+    Attributes:
+        k: As in collect.
+        bar: What a score must reach by now, (n, 1) float32 on the device; it never falls.
+    """
+
+    def __init__(self, queries: torch.Tensor, k: int, margin: torch.Tensor, group: np.ndarray | None) -> None:
+        self.k, self.bar = k, queries.new_full((len(queries), 1), _LOWEST)
+        self._slack, self._group = 2 * margin[:, None], group
+        self._slack_here = self._slack[:, 0].cpu().numpy()
         none = np.empty(0, np.int64)
         self._parts = [(none, none, np.empty(0, np.float32))]
         self._count, self._limit = 0, _HITS
-        self._overfull = np.zeros(len(margin), bool)
+        self._overfull = np.zeros(len(queries), bool)
+        self._lock = Lock()
 
-    def add(self, query: np.ndarray, position: np.ndarray, score: np.ndarray) -> bool:
-        """Take hits; returns whether it is time to prune them."""
-        self._parts.append((query, position, score))
-        self._count += len(query)
-        return self._count > self._limit
+    def raised(self, scores: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
+        """Raise the bar by one tile's scores (n, t); returns what each has to reach, in its group too, (n, 1 or t)."""
+        floor = None
+        best, slack = scores, self._slack
+        if self._group is not None:
+            names, codes = np.unique(self._group[positions], return_inverse=True)
+            index = torch.from_numpy(codes).to(scores.device).expand(len(scores), -1)
+            best = scores.new_full((len(scores), len(names)), -torch.inf).scatter_reduce_(1, index, scores, "amax")
+            floor, slack = best.gather(1, index) - slack, 2 * slack
+        if best.shape[1] >= self.k:
+            self._raise(best.topk(self.k).values[:, -1:] - slack)
+        return self.bar if floor is None else torch.maximum(self.bar, floor)
+
+    def add(self, query: np.ndarray, position: np.ndarray, score: np.ndarray) -> None:
+        """Take hits, and prune when there are many new ones."""
+        with self._lock:
+            self._parts.append((query, position, score))
+            self._count += len(query)
+            due = self._count > self._limit
+            if due:
+                bar = self.prune()
+        if due:
+            self._raise(torch.from_numpy(bar[:, None]).to(self.bar))
+
+    def _raise(self, bar: torch.Tensor) -> None:
+        with self._lock:
+            self.bar = torch.maximum(self.bar, bar)
 
     def prune(self) -> np.ndarray:
-        """Drop what cannot count any more; returns a bar for each query, (n,) float32, at least its last one."""
+        """Drop what cannot count any more; returns a bar for each query, (n,) float32."""
         query, position, score = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         if self._group is None:
-            order, bar = _by_query(query, score, self._k, self._slack)
+            order, bar = _by_query(query, score, self.k, self._slack_here)
             query, position, score = query[order], position[order], score[order]
             kept = score >= bar[query]
         else:
@@ -138,11 +162,11 @@ class _Hits:
             query, position, score, group = query[order], position[order], score[order], group[order]
             first = np.flatnonzero(np.diff(query, prepend=-1) | np.diff(group, prepend=-1))
             best = np.maximum.reduceat(score, first) if len(first) else score
-            _, bar = _by_query(query[first], best, self._k, self._slack)
+            _, bar = _by_query(query[first], best, self.k, self._slack_here)
             spread = np.repeat(best, np.diff(first, append=len(query)))
-            kept = (spread >= bar[query]) & (score >= spread - self._slack[query])
-            bar = bar - self._slack  # of a chunk, not of its group's best
-        self._overfull |= np.bincount(query[kept], minlength=len(bar)) > 4 * self._k + _SPARE
+            kept = (spread >= bar[query]) & (score >= spread - self._slack_here[query])
+            bar = bar - self._slack_here  # of a chunk, not of its group's best
+        self._overfull |= np.bincount(query[kept], minlength=len(bar)) > 4 * self.k + _SPARE
         kept &= ~self._overfull[query]
         bar[self._overfull] = np.inf
         self._parts = [(query[kept], position[kept], score[kept])]

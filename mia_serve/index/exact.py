@@ -15,6 +15,8 @@ from mia_serve.index.blocks import VectorBlocks
 _ELEMENTS = 1 << 21  # float64 numbers held at once: 16 MiB
 _PAIRS = 1 << 16  # of them, where pairs are scored: what stays in the cache
 
+_SMALL = 1 << 22  # multiplications
+
 LEAST = torch.iinfo(torch.int64).min  # below every key
 
 
@@ -31,17 +33,26 @@ def pair_scores(queries: torch.Tensor, vectors: VectorBlocks, query: np.ndarray,
         (m,) float32.
     """
     scores = np.empty(len(query), np.float32)
-    wide = queries.double()
     step = max(1, _PAIRS // vectors.dim)
-    for start in range(0, len(query), step):
-        part = slice(start, start + step)
-        if queries.device.type == "cpu":  # nothing that is worth waking other threads for
-            found = np.einsum("md,md->m", vectors.take(position[part]).numpy(), wide.numpy()[query[part]])
-            scores[part] = found + 0.0
-            continue
+    parts = [slice(start, start + step) for start in range(0, len(query), step)]
+    if queries.device.type == "cpu":  # nothing in here is worth waking torch's threads
+        given = queries.numpy().astype(np.float64)
+        for part in parts:
+            scores[part] = np.einsum("md,md->m", vectors.take(position[part]).numpy(), given[query[part]])
+        return scores + np.float32(0)
+    wide = queries.double()
+    for part in parts:
         which = torch.from_numpy(query[part]).to(queries.device)
         scores[part] = rounded((vectors.take(position[part]).double() * wide[which]).sum(1)).cpu().numpy()
     return scores
+
+
+def double_product(queries: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """Multiply (n, d) by the transpose of (t, d), both float32, in float64; (n, t) float64."""
+    small = queries.numel() * len(vectors) < _SMALL
+    if small and queries.device.type == "cpu":  # by NumPy, which wakes no threads for it
+        return torch.from_numpy(queries.numpy().astype(np.float64) @ vectors.numpy().astype(np.float64).T)
+    return queries.double() @ vectors.double().T
 
 
 def rounded(scores: torch.Tensor) -> torch.Tensor:
@@ -92,11 +103,10 @@ def exhaustive_top(
     found = []
     for part in queries.split(max(1, _ELEMENTS // (4 * k))):
         best = torch.empty((len(part), 0), dtype=torch.int64, device=part.device)
-        wide = part.double()
         tall = max(1, min(_ELEMENTS // len(part), _ELEMENTS // vectors.dim))
         for start, tile in vectors.tiles(tall):
             stop = start + len(tile)
-            keys = to_keys(rounded(wide @ tile.double().T), ranks[start:stop])
+            keys = to_keys(rounded(double_product(part, tile)), ranks[start:stop])
             if allowed is not None:
                 keys = keys[:, torch.from_numpy(allowed[start:stop]).to(keys.device)]
             best = merge_top(best, keys, k)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from mia_serve.core.errors import MiaError
@@ -61,7 +62,9 @@ def margin(queries: torch.Tensor, max_norm: float) -> torch.Tensor:
     """
     terms = queries.shape[1] + 4
     gamma = terms * 2.0**-24 / (1 - terms * 2.0**-24)
-    return (1.01 * (gamma * max_norm * queries.double().norm(dim=1) + terms * 2.0**-126)).float()
+    norms = np.linalg.norm(queries.cpu().numpy().astype(np.float64), axis=1)
+    bound = 1.01 * (gamma * max_norm * norms + terms * 2.0**-126)
+    return torch.from_numpy(bound.astype(np.float32)).to(queries.device)
 
 
 def check_process() -> None:

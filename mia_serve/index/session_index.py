@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from mia_serve.core.device import resolve_device
 from mia_serve.core.errors import MiaError
-from mia_serve.index.arguments import Chunks, Metadata, check_chunks, check_count, check_pooling
+from mia_serve.index.arguments import Chunks, Metadata, check_bias, check_chunks, check_count, check_pooling
 from mia_serve.index.blocks import VectorBlocks
 from mia_serve.index.chunk_search import search_chunks, search_given
 from mia_serve.index.contents import Contents
@@ -61,8 +62,7 @@ class SessionIndex:
         spec_hash: str | None = None,
         gpu: GpuOptions | None = None,
     ) -> None:
-        if dim < 1:
-            raise MiaError(f"dim={dim}: give the width of the vectors, at least 1")
+        check_count(dim, "dim")
         if backend not in ("auto", "torch", "faiss"):
             raise MiaError(f"backend={backend!r}: allowed are 'auto', 'torch', 'faiss'")
         self.dim = dim
@@ -116,7 +116,7 @@ class SessionIndex:
         """
         table = self._contents.table
         position = table.position_of(chunk_id)
-        return table.metadata[position] if table.metadata is not None else None
+        return copy.deepcopy(table.metadata[position]) if table.metadata is not None else None
 
     def add(self, ids: Sequence[str], vectors: np.ndarray, sessions: Sequence[str], metadata: Metadata = None) -> None:
         """Append chunks; all of them or, on an error, none.
@@ -147,7 +147,7 @@ class SessionIndex:
         """
         chunks = check_chunks(ids, vectors, sessions, metadata, self.dim)
         self._append(chunks)
-        self._tidy()
+        self._tidy(changed=bool(chunks.ids))
 
     def delete(self, ids: Sequence[str]) -> None:
         """Remove chunks by id.
@@ -162,7 +162,7 @@ class SessionIndex:
             what = f"id {unknown!r} is not in the index" if unknown is not None else "an id is given twice"
             raise MiaError(f"{what}: nothing was deleted; give ids of the index once each")
         table.remove(names)
-        self._tidy()
+        self._tidy(changed=bool(names))
 
     def compact(self) -> None:
         """Close up over deleted chunks; row numbers stay. Done by itself when more chunks are dead than alive."""
@@ -216,8 +216,8 @@ class SessionIndex:
         check_count(k, "k")
         given, contents = check_vectors(queries, self.dim, "queries"), self._contents
         positions = self._positions(rows, len(given))
-        if bias is not None and (bias.shape != rows.shape or not np.isfinite(bias).all()):
-            raise MiaError(f"bias {bias.shape}: expected finite numbers of shape {rows.shape}")
+        if bias is not None:
+            bias = check_bias(bias, positions.shape)
         k = min(k, int((positions >= 0).sum(axis=1).max(initial=0)))
         if not k:
             shape = (len(given), 0)
@@ -247,7 +247,7 @@ class SessionIndex:
                 ((1/β) ln mean exp(βs), between mean and max). None of them grows with the length of a session by
                 itself.
             topk: Chunks that "topk" averages; a session with fewer chunks averages all it has.
-            beta: β of "lme", above 0.
+            beta: β of "lme", at least 1e-6.
             where: As in search; sessions consist of the chunks that it lets through.
 
         Returns:
@@ -262,6 +262,7 @@ class SessionIndex:
         check_where(where)
         check_pooling(pooling, topk, beta)
         given, contents = check_vectors(queries, self.dim, "queries"), self._contents
+        topk = min(topk, max(1, len(self)))
         view = contents.sessions(where)
         names, table = view.members.names, contents.table
         k = min(k, len(names))
@@ -289,6 +290,7 @@ class SessionIndex:
         """
         check_pooling(pooling, topk, beta)
         given = check_vectors(queries, self.dim, "queries")
+        topk = min(topk, max(1, len(self)))
         view = self._contents.sessions(None)
         if not len(given) or not view.members.names:
             return SessionScores(view.members.names, np.empty((len(given), len(view.members.names)), np.float32))
@@ -374,6 +376,8 @@ class SessionIndex:
         return Contents(table, vectors, FaissFlat(self.dim, self._gpu) if self.backend == "faiss" else None)
 
     def _append(self, chunks: Chunks) -> None:
+        if not chunks.ids:
+            return
         contents = self._contents
         copied = np.array(chunks.vectors, dtype=np.float32, order="C")  # the caller may reuse its array
         known = contents.table.row_of
@@ -383,14 +387,16 @@ class SessionIndex:
         contents.changed()
         self._unsaved = True
 
-    def _tidy(self) -> None:
+    def _tidy(self, changed: bool) -> None:
+        if not changed:
+            return
         self._contents.changed()
         self._unsaved = True
         if len(self._contents.table) > 2 * len(self):
             self.compact()
 
     def _positions(self, rows: np.ndarray, count: int) -> np.ndarray:
-        table = self._contents.table
+        table, rows = self._contents.table, np.asarray(rows)
         if rows.ndim != 2 or len(rows) != count or not np.issubdtype(rows.dtype, np.integer):
             raise MiaError(f"rows {rows.shape} {rows.dtype}: expected ({count}, f) integers")
         positions = table.positions(rows.astype(np.int64))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cached_property
+from threading import Lock
 
 import numpy as np
 import torch
 
 from mia_serve.index.blocks import VectorBlocks
+from mia_serve.index.exact import double_product
 from mia_serve.index.pooling import Pooling, finish_pool, join_pools, partial_pool
 from mia_serve.index.table import ChunkTable
+from mia_serve.index.threads import share, workers
+
+Sink = Callable[[np.ndarray, torch.Tensor], None]
 
 _ELEMENTS = 1 << 20  # float64 numbers held at once: 8 MiB
 _TALL = 1 << 12  # vectors in a tile
@@ -69,27 +74,31 @@ class Members:
 def exact_scores(queries: torch.Tensor, vectors: VectorBlocks, positions: np.ndarray) -> torch.Tensor:
     """Return (n, len(positions)) float64 inner products."""
     scores = torch.empty((len(queries), len(positions)), dtype=torch.float64, device=queries.device)
-    wide = queries.double()
     step = max(1, min(_TALL, _ELEMENTS // vectors.dim))
     for start in range(0, len(positions), step):
-        scores[:, start : start + step] = wide @ vectors.take(positions[start : start + step]).double().T
+        scores[:, start : start + step] = double_product(queries, vectors.take(positions[start : start + step]))
     return scores
 
 
 def pooled_scores(
-    queries: torch.Tensor, vectors: VectorBlocks, members: Members, pooling: Pooling, topk: int, beta: float
-) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
-    """Yield (columns (s,), scores (n, s) float64) of some sessions after others, until all were there.
+    queries: torch.Tensor,
+    vectors: VectorBlocks,
+    members: Members,
+    pooling: Pooling,
+    topk: int,
+    beta: float,
+    sink: Sink,
+) -> None:
+    """Hand (columns (s,), scores (n, s) float64) of some sessions after others to sink, until all were there.
 
-    For "max", "topk" and "lme"; a session that is longer than a tile is taken in runs.
+    For "max", "topk" and "lme"; a session that is longer than a tile is taken in runs. Sink may be called by several
+    threads at once.
     """
     tall = max(1, min(_TALL, _ELEMENTS // len(queries)))
     sizes = np.diff(members.starts)
-    first = 0
-    while first < len(sizes):
-        padded = np.arange(1, tall + 1)[: len(sizes) - first] * sizes[first : first + tall]
-        last = first + max(1, int(np.searchsorted(padded, tall, "right")))
-        here = torch.from_numpy(sizes[first:last]).to(queries.device)
+
+    def score(tile: tuple[int, int]) -> None:
+        first, last = tile
         partial: torch.Tensor | None = None
         for start in range(members.starts[first], members.starts[last], tall):
             run = members.positions[start : min(start + tall, members.starts[last])]
@@ -98,25 +107,11 @@ def pooled_scores(
             part = partial_pool(shaped, pooling, topk, beta)
             partial = part if partial is None else join_pools(partial, part, pooling, topk, beta)
         if partial is not None:
-            yield members.column[first:last], finish_pool(partial, here, pooling, topk, beta)
-        first = last
+            here = torch.from_numpy(sizes[first:last]).to(queries.device)
+            sink(members.column[first:last], finish_pool(partial, here, pooling, topk, beta))
 
-
-def session_means(vectors: VectorBlocks, members: Members) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
-    """Yield (columns (s,), mean vectors (s, d) float64) of some sessions after others, until all were there."""
-    sizes = np.diff(members.starts)
-    tall = max(1, min(_TALL, _ELEMENTS // vectors.dim))
-    first = 0
-    while first < len(sizes):
-        last = max(first + 1, int(np.searchsorted(members.starts, members.starts[first] + tall, "right")) - 1)
-        owner = np.repeat(np.arange(last - first), sizes[first:last])
-        sums = torch.zeros((last - first, vectors.dim), dtype=torch.float64, device=vectors.device)
-        for start in range(members.starts[first], members.starts[last], tall):
-            stop = min(start + tall, members.starts[last])
-            rows = torch.from_numpy(owner[start - members.starts[first] : stop - members.starts[first]])
-            sums.index_add_(0, rows.to(sums.device), vectors.take(members.positions[start:stop]).double())
-        yield members.column[first:last], sums / torch.from_numpy(sizes[first:last]).to(sums.device)[:, None]
-        first = last
+    tiles = _tiles(sizes, tall)
+    share(score, tiles, workers(queries.device, len(tiles)))
 
 
 class SessionMeans:
@@ -124,24 +119,60 @@ class SessionMeans:
 
     def __init__(self, vectors: VectorBlocks, members: Members) -> None:
         self._vectors, self._members = vectors, members
-        self._kept: list[tuple[np.ndarray, torch.Tensor]] | None = None
+        self._kept: list[tuple[np.ndarray, torch.Tensor]] = []
+        self._lock = Lock()
 
-    def scores(self, queries: torch.Tensor, pooling: Pooling) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
-        """Yield (columns (s,), scores (n, s) float64) for "mean" and "early" (a cosine: of a zero vector it is 0)."""
+    def scores(self, queries: torch.Tensor, pooling: Pooling, sink: Sink) -> None:
+        """Do what pooled_scores does for "mean" and "early" (a cosine: of a zero vector it is 0)."""
         wide = queries.double()
-        for columns, means in self._parts():
+
+        def score(columns: np.ndarray, means: torch.Tensor) -> None:
             scores = wide @ means.T
             if pooling == "early":
                 norms = wide.norm(dim=1)[:, None] * means.norm(dim=1)
                 scores = torch.where(norms > 0, scores / norms.clamp(min=torch.finfo(norms.dtype).tiny), 0.0)
-            yield columns, scores
+            sink(columns, scores)
 
-    def _parts(self) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
         if len(self._members.names) * self._vectors.dim > _KEPT_MEANS:
-            return session_means(self._vectors, self._members)
-        if self._kept is None:
-            self._kept = list(session_means(self._vectors, self._members))
-        return iter(self._kept)
+            self._make(score)
+            return
+        with self._lock:
+            if not self._kept:
+                made: list[tuple[np.ndarray, torch.Tensor]] = []
+                self._make(lambda columns, means: made.append((columns, means)))
+                self._kept = made
+        share(lambda part: score(*part), self._kept, workers(queries.device, len(self._kept)))
+
+    def _make(self, sink: Sink) -> None:
+        """Hand (columns (s,), mean vectors (s, d) float64) of some sessions after others to sink."""
+        members, vectors = self._members, self._vectors
+        sizes = np.diff(members.starts)
+        tall = max(1, min(_TALL, _ELEMENTS // vectors.dim))
+
+        def average(tile: tuple[int, int]) -> None:
+            first, last = tile
+            owner = np.repeat(np.arange(last - first), sizes[first:last])
+            sums = torch.zeros((last - first, vectors.dim), dtype=torch.float64, device=vectors.device)
+            begin = members.starts[first]
+            for start in range(begin, members.starts[last], tall):
+                stop = min(start + tall, members.starts[last])
+                rows = torch.from_numpy(owner[start - begin : stop - begin]).to(sums.device)
+                sums.index_add_(0, rows, vectors.take(members.positions[start:stop]).double())
+            sink(members.column[first:last], sums / torch.from_numpy(sizes[first:last]).to(sums.device)[:, None])
+
+        tiles = _tiles(sizes, tall)
+        share(average, tiles, workers(vectors.device, len(tiles)))
+
+
+def _tiles(sizes: np.ndarray, tall: int) -> list[tuple[int, int]]:
+    """Cut sessions, given by their ascending sizes, into runs (first, last) of at most tall chunks once padded."""
+    tiles, first = [], 0
+    while first < len(sizes):
+        padded = np.arange(1, min(tall, len(sizes) - first) + 1) * sizes[first : first + tall]
+        last = first + max(1, int(np.searchsorted(padded, tall, "right")))
+        tiles.append((first, last))
+        first = last
+    return tiles
 
 
 def _padded(scores: torch.Tensor, sizes: np.ndarray) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from mia_serve.index.collect import collect
 from mia_serve.index.exact import LEAST, from_keys, merge_top, pair_scores, rounded, to_keys
 from mia_serve.index.flat import margin
 from mia_serve.index.pooling import Pooling
-from mia_serve.index.session_scores import Members, SessionMeans, exact_scores, pooled_scores
+from mia_serve.index.session_scores import Members, SessionMeans, Sink, exact_scores, pooled_scores
 from mia_serve.index.table import ChunkTable
 
 _TALL = 1 << 12  # chunks of one session that are scored at once
@@ -66,18 +66,20 @@ def score_sessions(queries: torch.Tensor, view: SessionView, pooling: Pooling, t
     scores = np.empty((len(queries), len(view.members.names)), np.float32)
     size = batch_size(1)
     for start in range(0, len(queries), size):
-        batch = queries[start : start + size]
-        for columns, pooled in _pools(batch, view, pooling, topk, beta):
-            scores[start : start + size, columns] = rounded(pooled).cpu().numpy()
+        part = scores[start : start + size]
+
+        def take(columns: np.ndarray, pooled: torch.Tensor, part: np.ndarray = part) -> None:
+            part[:, columns] = rounded(pooled).cpu().numpy()
+
+        _pool(queries[start : start + size], view, pooling, topk, beta, take)
     return scores
 
 
-def _pools(
-    queries: torch.Tensor, view: SessionView, pooling: Pooling, topk: int, beta: float
-) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
+def _pool(queries: torch.Tensor, view: SessionView, pooling: Pooling, topk: int, beta: float, sink: Sink) -> None:
     if pooling in ("mean", "early"):
-        return view.means.scores(queries, pooling)
-    return pooled_scores(queries, view.vectors, view.members, pooling, topk, beta)
+        view.means.scores(queries, pooling, sink)
+    else:
+        pooled_scores(queries, view.vectors, view.members, pooling, topk, beta, sink)
 
 
 def _by_pool(
@@ -85,8 +87,15 @@ def _by_pool(
 ) -> FoundSessions:
     """Score all sessions exactly and keep the best."""
     best = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
-    for columns, pooled in _pools(queries, view, pooling, topk, beta):
-        best = merge_top(best, to_keys(rounded(pooled), torch.from_numpy(columns).to(best.device)), k)
+    lock = Lock()
+
+    def take(columns: np.ndarray, pooled: torch.Tensor) -> None:
+        nonlocal best
+        keys = to_keys(rounded(pooled), torch.from_numpy(columns).to(pooled.device))
+        with lock:
+            best = merge_top(best, keys, k)
+
+    _pool(queries, view, pooling, topk, beta, take)
     scores, columns = (part.cpu().numpy() for part in from_keys(best))
     return FoundSessions(columns, scores, *_best_chunks(queries, view, columns))
 

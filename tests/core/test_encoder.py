@@ -191,6 +191,23 @@ def test_spec_hash_moves_with_weights_and_spec_and_not_with_the_place(tiny_bert:
     assert a.spec_hash != b.spec_hash
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_changed_weight_anywhere_is_another_encoder(tiny_bert: Path, dtype: str):
+    encoder = Encoder.load(tiny_bert, dtype=dtype)
+    before = encoder.spec_hash
+    table = encoder.model.get_input_embeddings().weight
+    with torch.no_grad():
+        for row in (1, 7, len(table) - 2):
+            kept = table[row, 3].clone()
+            table[row, 3] += 0.5
+            assert encoder.spec_hash != before
+            table[row, 3] = kept
+        assert encoder.spec_hash == before
+        swapped = table[[5, 6]].clone()
+        table[[6, 5]] = swapped
+        assert encoder.spec_hash != before
+
+
 def test_TRN_40_bfloat16_gives_float32_unit_rows(tiny_qwen3: Path):
     encoder = Encoder.load(tiny_qwen3, dtype="bfloat16")
     vectors = encoder.encode_documents(TEXTS)

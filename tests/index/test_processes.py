@@ -1,4 +1,4 @@
-"""Searching in child processes."""
+"""Searching in several threads and in child processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from mia_serve.index import SessionIndex
-from tests.index.reference import best_chunks, build, unit
+from mia_serve.index import SessionIndex, collect, session_scores
+from mia_serve.index.threads import share
+from tests.index.reference import best_chunks, best_sessions, build, unit
 
 
 def test_threads_that_search_at_the_same_time_do_not_disturb_each_other() -> None:
@@ -34,6 +35,49 @@ def test_threads_that_search_at_the_same_time_do_not_disturb_each_other() -> Non
 
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(search, range(40)))
+
+
+@pytest.fixture
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_that_share_a_search_find_what_one_finds(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "_TALL", 64)
+    monkeypatch.setattr(session_scores, "_TALL", 64)
+    rng = np.random.default_rng(1)
+    vectors, queries = unit(rng, 5000, 8), unit(rng, 6, 8)
+    ids, sessions = [f"c{i}" for i in range(5000)], [f"s{i // 9}" for i in range(5000)]
+    index = build(vectors, ids, sessions)
+    np.testing.assert_array_equal(index.search(queries, 20).rows, best_chunks(queries, vectors, ids, 20)[1])
+    for pooling in ("max", "topk", "mean", "early", "lme"):
+        hits = index.search_sessions(queries, 8, pooling)
+        expected = best_sessions(queries, vectors, ids, sessions, 8, pooling)
+        assert hits.ids == [[entry[0] for entry in row] for row in expected]
+        assert hits.best_chunk == [[entry[2] for entry in row] for row in expected]
+        scores = index.score_sessions(queries, pooling)
+        np.testing.assert_allclose(-np.sort(-scores.scores, axis=1)[:, :8], hits.scores, rtol=3e-7)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_shared_work_is_done_once_each_and_stops_at_an_error(workers: int) -> None:
+    done: list[int] = []
+    share(done.append, range(50), workers)
+    assert sorted(done) == list(range(50))
+
+    def fail(i: int) -> None:
+        if i == 4:
+            raise KeyError("four")
+        time.sleep(0.001)
+        done.append(i)
+
+    done.clear()
+    with pytest.raises(KeyError, match="four"):
+        share(fail, range(1000), workers)
+    assert len(done) < 20
 
 
 def _search(path: str) -> list[list[str]]:

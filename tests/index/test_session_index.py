@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from mia_serve.core import MiaError
 from mia_serve.core.scoring import fuse_views
 from mia_serve.index import SessionIndex
 from tests.index.reference import best_chunks, build, products, unit
@@ -365,3 +367,40 @@ def test_wrong_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_faiss_is_imported_only_when_asked_for() -> None:
     code = "import sys, mia_serve.index as i; i.SessionIndex(2); assert 'faiss' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_changes_of_nothing_leave_nothing_unsaved(tmp_path: Path):
+    index = SessionIndex(2, "torch", "cpu")
+    index.add(["a"], np.eye(2)[:1], ["s"])
+    index.save(tmp_path / "ix")
+    other = SessionIndex.load(tmp_path / "ix", device="cpu")
+    other.add(["b"], np.eye(2)[1:], ["s"])
+    other.save(tmp_path / "ix")
+    index.add([], np.empty((0, 2)), [])
+    index.delete([])
+    index.upsert([], np.empty((0, 2)), [])
+    assert index.reload() and index.ids == ("a", "b")
+
+
+def test_metadata_handed_out_is_a_copy():
+    index = SessionIndex(2, "torch", "cpu")
+    index.add(["a"], np.eye(2)[:1], ["s"], [{"year": 1}])
+    index.metadata_of("a")["year"] = 2
+    assert index.search(np.eye(2)[:1], 1, where={"year": 1}).ids == [["a"]]
+
+
+def test_a_bias_that_float32_cannot_hold_is_refused():
+    index = SessionIndex(2, "torch", "cpu")
+    index.add(["a"], np.eye(2)[:1], ["s"])
+    with pytest.raises(MiaError, match="finite float32 numbers"):
+        index.search_within(np.eye(2)[:1], np.array([[0]]), 1, bias=np.array([[1e39]]))
+    assert index.search_within(np.eye(2)[:1], [[0]], 1, bias=[[1.0]]).scores.tolist() == [[2.0]]
+
+
+def test_any_topk_and_a_beta_of_any_number_type():
+    index = SessionIndex(2, "torch", "cpu")
+    index.add(["a", "b"], np.eye(2), ["s", "s"])
+    assert index.search_sessions(np.eye(2)[:1], 1, "topk", topk=2**70).scores.tolist() == [[0.5]]
+    assert index.search_sessions(np.eye(2)[:1], 1, "lme", beta=np.float32(1e-6)).scores[0, 0] == pytest.approx(0.5)
+    with pytest.raises(MiaError, match="at least 1e-06"):
+        index.search_sessions(np.eye(2)[:1], 1, "lme", beta=1e-17)
