@@ -37,7 +37,7 @@ class TextTokeniser:
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise MiaError(f"{spec.base}: a tokenizer.json (fast tokenizer) is needed; convert the tokenizer first")
         self.spec = spec
-        self._plain = _without_control_tokens(tokenizer.backend_tokenizer)
+        self._plain = without_control_tokens(tokenizer.backend_tokenizer)
         template = spec.template
         self._start = [_token_id(tokenizer, t, spec) for t in template.start]
         self._end = [_token_id(tokenizer, t, spec) for t in template.end]
@@ -185,7 +185,7 @@ class TextTokeniser:
             return [e.ids for e in self._plain.encode_batch(texts, add_special_tokens=False)]
         except TypeError as error:
             for text in texts:
-                _check_unicode(text)
+                check_unicode(text)
             raise error
 
 
@@ -214,7 +214,7 @@ def _summaries(signature: Signature) -> list[str]:
     return list(dict.fromkeys(t for t in texts if t.strip()))
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
     """Refuse lone surrogates, which undecodable bytes (of a command line, of broken JSON) become in Python."""
     try:
         text.encode("utf-8")
@@ -232,7 +232,7 @@ def _token_id(tokenizer: Any, token: str, spec: EncoderSpec) -> int:
     return int(found)
 
 
-def _without_control_tokens(backend: Tokenizer) -> Tokenizer:
+def without_control_tokens(backend: Tokenizer) -> Tokenizer:
     """Return a copy of a tokenizer to which every control token is ordinary text.
 
     ``<|repo_name|>`` and others are added tokens that are not marked special, so ``encode_special_tokens`` alone
