@@ -6,7 +6,9 @@ a candidate that one side ranks low can still win. Everything is computed in flo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,8 @@ ALPHAS: tuple[float, ...] = tuple(step / 20 for step in range(21))
 RRF_K = 60
 #: A row whose population standard deviation is below this says nothing: its z-scores are all zero.
 _FLAT = 1e-9
+#: So does one whose scores differ by no more than this part of the largest: scores of over 1000 carry that much noise.
+_FLAT_PART = 1e-12
 
 
 def zscore(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
@@ -29,16 +33,24 @@ def zscore(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
             Absent ones do not enter the statistics. None: all are there.
 
     Returns:
-        (n, S) float64. Absent candidates are 0, the mean, as is a whole row that is constant (deviation under 1e-9).
+        (n, S) float64. Absent candidates are 0, the mean, as is a whole row that is constant (deviation under 1e-9, or
+        scores that agree to 12 digits).
 
     Raises:
-        MiaError: A score of a present candidate is NaN or infinite, or the mask has another shape.
+        MiaError: A score of a present candidate is not a number, NaN or infinite, or the mask has another shape.
     """
     values, present = _checked(scores, mask)
     count = np.maximum(present.sum(axis=-1, keepdims=True), 1)
+    # Powers of two change no digit of a result, and keep large scores from overflowing when they are squared.
+    largest = np.abs(values).max(axis=-1, keepdims=True, initial=0.0)
+    exponent = np.maximum(np.frexp(largest)[1], 0)
+    values, largest = np.ldexp(values, -exponent), np.ldexp(largest, -exponent)
     centred = np.where(present, values - values.sum(axis=-1, keepdims=True) / count, 0.0)
     deviation = np.sqrt((centred * centred).sum(axis=-1, keepdims=True) / count)
-    flat = deviation < _FLAT
+    # The mean of equal scores is rounded and need not equal them, so their deviation alone does not tell.
+    highest = values.max(axis=-1, keepdims=True, initial=-np.inf, where=present)
+    lowest = values.min(axis=-1, keepdims=True, initial=np.inf, where=present)
+    flat = (deviation < np.ldexp(_FLAT, -exponent)) | (highest - lowest <= _FLAT_PART * largest)
     return np.where(flat, 0.0, centred / np.where(flat, 1.0, deviation))
 
 
@@ -55,16 +67,14 @@ def mix(first: np.ndarray, second: np.ndarray, alpha: float | np.ndarray, mask: 
         (n, S) float64; -inf where there is no candidate, so that ``rank`` puts it last.
 
     Raises:
-        MiaError: Shapes differ, ``alpha`` is outside [0, 1], or as ``zscore``.
+        MiaError: Shapes differ, ``alpha`` is not a number in [0, 1], or as ``zscore``.
     """
-    _same_shape(first, second)
-    weight = np.asarray(alpha, dtype=np.float64)[..., None]
+    first, second = _same_shape(first, second)
+    weight = _numbers(alpha, "alpha")[..., None]
     if not ((weight >= 0) & (weight <= 1)).all():
         raise MiaError(f"alpha is {alpha}; it must lie in [0, 1] (1: the first side alone)")
-    if weight.ndim > 1 and weight.shape[:-1] != np.shape(first)[:-1]:
-        raise MiaError(
-            f"alpha has shape {weight.shape[:-1]}, scores {np.shape(first)}; give one number, or one a query"
-        )
+    if weight.ndim > 1 and weight.shape[:-1] != first.shape[:-1]:
+        raise MiaError(f"alpha has shape {weight.shape[:-1]}, scores {first.shape}; give one number, or one a query")
     mixed = weight * zscore(first, mask) + (1 - weight) * zscore(second, mask)
     return mixed if mask is None else np.where(mask, mixed, -np.inf)
 
@@ -92,8 +102,8 @@ def adaptive_alpha(lexical: np.ndarray, dense: np.ndarray, mask: np.ndarray | No
     Raises:
         MiaError: As ``mix``.
     """
-    _same_shape(lexical, dense)
-    first, second = (zscore(scores, mask).max(axis=-1, initial=0.0) for scores in (lexical, dense))
+    sides = _same_shape(lexical, dense)
+    first, second = (zscore(scores, mask).max(axis=-1, initial=0.0) for scores in sides)
     both = first + second
     return np.where(both > 0, first / np.where(both > 0, both, 1.0), 0.5)
 
@@ -115,25 +125,28 @@ def rrf(
         (n, S) float64.
 
     Raises:
-        MiaError: No list, shapes that differ, a negative ``k``, or a score that is NaN or infinite.
+        MiaError: No list, shapes that differ, a ``k`` that is negative or no number, or a score that is NaN, infinite
+            or no number.
     """
     if not len(score_lists):
         raise MiaError("no score list to fuse; give one (n, S) array for each ranking")
     masks = [None] * len(score_lists) if present is None else list(present)
     if len(masks) != len(score_lists):
         raise MiaError(f"{len(score_lists)} score lists but {len(masks)} masks; give one for each, or None")
-    if not k >= 0:
-        raise MiaError(f"k is {k}; it must be 0 or more (60 in the paper)")
-    shape = np.shape(score_lists[0])
+    constant = _numbers(k, "k")
+    if constant.ndim or not constant >= 0:
+        raise MiaError(f"k is {k}; it must be one number of 0 or more (60 in the paper)")
+    tables = [_numbers(scores, "scores") for scores in score_lists]
+    shape = tables[0].shape
     fused = np.zeros(shape)
-    for scores, mask in zip(score_lists, masks, strict=True):
-        if np.shape(scores) != shape:
-            raise MiaError(f"shapes {shape} and {np.shape(scores)} differ; all lists must score the same candidates")
+    for scores, mask in zip(tables, masks, strict=True):
+        if scores.shape != shape:
+            raise MiaError(f"shapes {shape} and {scores.shape} differ; all lists must score the same candidates")
         values, there = _checked(scores, mask)
         order = rank(np.where(there, values, -np.inf))
         places = np.empty_like(order)
         np.put_along_axis(places, order, np.broadcast_to(np.arange(1, shape[-1] + 1), shape), axis=-1)
-        fused += np.where(there, 1.0 / (k + places), 0.0)
+        fused += np.where(there, 1.0 / (constant + places), 0.0)
     return fused
 
 
@@ -146,7 +159,7 @@ def rank(scores: np.ndarray) -> np.ndarray:
     Returns:
         Column numbers, best first, of the same shape.
     """
-    return np.argsort(-np.asarray(scores, dtype=np.float64), axis=-1, kind="stable")
+    return np.argsort(-_numbers(scores, "scores"), axis=-1, kind="stable")
 
 
 def leave_one_group_out(values: np.ndarray, groups: Sequence[Hashable]) -> tuple[np.ndarray, dict[Hashable, int]]:
@@ -163,29 +176,55 @@ def leave_one_group_out(values: np.ndarray, groups: Sequence[Hashable]) -> tuple
         over the other groups' questions (micro average), ties to the lowest column.
 
     Raises:
-        MiaError: Lengths differ, a value is NaN or infinite, or there are fewer than two groups.
+        MiaError: Lengths differ, a value is not a number, NaN or infinite, a group cannot be hashed, or there are fewer
+            than two groups.
     """
-    table = np.asarray(values, dtype=np.float64)
+    table = _numbers(values, "values")
     if table.ndim != 2 or table.shape[1] == 0 or len(table) != len(groups):
         raise MiaError(f"values have shape {table.shape} for {len(groups)} groups; give (questions, settings)")
     if not np.isfinite(table).all():
         raise MiaError("values hold NaN or infinity; leave out questions that have no value")
     place: dict[Hashable, int] = {}
-    member = np.array([place.setdefault(group, len(place)) for group in groups])
+    member = np.empty(len(groups), dtype=np.int64)
+    for question, group in enumerate(groups):
+        try:
+            member[question] = place.setdefault(group, len(place))
+        except TypeError:
+            raise MiaError(f"group {question} is {group!r:.60}, which cannot be hashed; give strings") from None
     if len(place) < 2:
         raise MiaError(f"{len(place)} group; choosing a setting on the others needs at least two")
-    chosen = {group: int(np.argmax(table[member != number].sum(axis=0))) for group, number in place.items()}
+    # Rounded sums would depend on the order of the questions, and settings that tie would not.
+    chosen = {
+        group: int(np.argmax([math.fsum(column) for column in table[member != number].T.tolist()]))
+        for group, number in place.items()
+    }
     return np.array([chosen[group] for group in groups], dtype=np.int64), chosen
 
 
-def _same_shape(first: np.ndarray, second: np.ndarray) -> None:
-    if np.shape(first) != np.shape(second):
-        raise MiaError(f"shapes {np.shape(first)} and {np.shape(second)} differ; both must score the same candidates")
+def _same_shape(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scores of both sides as float64."""
+    first, second = _numbers(first, "scores"), _numbers(second, "scores")
+    if first.shape != second.shape:
+        raise MiaError(f"shapes {first.shape} and {second.shape} differ; both must score the same candidates")
+    return first, second
+
+
+def _numbers(given: Any, name: str) -> np.ndarray:
+    """Return what was given as float64; text is refused, even where it spells a number."""
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        raise MiaError(f"{name} have rows of different lengths; give an array") from None
+    if array.dtype.kind not in "biuf":
+        raise MiaError(f"{name} of type {array.dtype} ({given!r:.60}); give numbers")
+    return array.astype(np.float64, copy=False)
 
 
 def _checked(scores: np.ndarray, mask: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Return float64 scores with 0 where absent, and the mask in full."""
-    values = np.asarray(scores, dtype=np.float64)
+    values = _numbers(scores, "scores")
+    if not values.ndim:
+        raise MiaError(f"scores is one number, {scores!r:.60}; give a row a query")
     if mask is None:
         present = np.ones(values.shape, dtype=bool)
     else:

@@ -37,6 +37,23 @@ def test_SRV_28_a_constant_row_gives_zeros(row):
     assert np.isfinite(mixed).all()
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1 / 3, 1e8 / 3, 1e200, 1.7e308])
+@pytest.mark.parametrize("columns", [1, 7, 49, 5000])
+def test_a_constant_row_gives_zeros_at_any_scale_and_layout(scale, columns):
+    for row in (np.full((2, columns), scale), np.full((columns, 2), -scale).T):
+        assert not zscore(row).any()
+        assert not zscore(np.where(np.arange(columns) < 3, row, np.nan), np.arange(columns) < 3).any()
+    noise = scale * (1 + np.array([[0, 1, 2, 0]]) * np.finfo(float).eps / 2)
+    assert not zscore(noise).any()
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**40, 2.0**700, 2.0**1020])
+def test_large_scores_that_vary_have_the_same_zscores(scale):
+    scores = np.array([[1.0, 2.0, 3.0, -4.0], [0.0, 0.0, 0.0, 8.0]])
+    np.testing.assert_array_equal(zscore(scores * scale), zscore(scores))
+    np.testing.assert_allclose(zscore(np.array([[1e200, 3e200, -1.7e308]])), [[1 / np.sqrt(2)] * 2 + [-np.sqrt(2)]])
+
+
 def test_absent_candidates_do_not_enter_the_statistics():
     scores = np.array([[1.0, 2.0, 3.0, np.nan], [5.0, np.nan, 9.0, -9.0]])
     mask = np.array([[True, True, True, False], [True, False, True, False]])
@@ -153,6 +170,14 @@ def test_leave_one_group_out_by_hand():
     assert each.tolist() == [1, 1, 0, 0, 0]
 
 
+def test_settings_that_tie_go_to_the_lowest_column_in_any_order_of_the_questions():
+    values = np.array([[0.3, 0.1], [0.2, 0.2], [0.1, 0.3], [0.0, 0.0]])  # added in turn: .6 and .6000000000000001
+    groups = ["a", "a", "a", "b"]
+    assert leave_one_group_out(values, groups)[1] == {"a": 0, "b": 0}
+    assert leave_one_group_out(values[[2, 1, 0, 3]], groups)[1] == {"a": 0, "b": 0}
+    assert leave_one_group_out(values + np.array([0, 1e-9]), groups)[1] == {"a": 1, "b": 1}
+
+
 def test_EVL_14_a_group_never_votes_on_its_own_alpha():
     rng = np.random.default_rng(0)
     groups = [f"conversation {number}" for number in rng.integers(0, 10, size=200)]
@@ -177,6 +202,14 @@ def test_EVL_14_a_group_never_votes_on_its_own_alpha():
         (lambda: mix(np.ones((2, 3)), np.ones((2, 3)), 1.2), r"alpha is 1.2; it must lie in \[0, 1\]"),
         (lambda: mix(np.ones((2, 3)), np.ones((2, 3)), np.nan), "alpha is nan"),
         (lambda: mix(np.ones((2, 3)), np.ones((2, 3)), np.ones(3)), r"alpha has shape \(3,\), scores \(2, 3\)"),
+        (lambda: mix(np.ones((2, 3)), np.ones((2, 3)), "x"), "alpha of type <U1 .'x'.; give numbers"),
+        (lambda: mix(np.ones((2, 3)), np.ones((2, 3)), None), "alpha of type object"),
+        (lambda: mix([[1, 2], [3]], np.ones((2, 2)), 0.5), "rows of different lengths"),
+        (lambda: zscore([["a", "b"]]), "scores of type <U1"),
+        (lambda: zscore(3.0), "scores is one number"),
+        (lambda: rank([None, 1.0]), "scores of type object"),
+        (lambda: rrf([np.ones((1, 2))], k="60"), "k of type <U2"),
+        (lambda: leave_one_group_out(np.ones((2, 3)), ["a", ["b"]]), r"group 1 is \['b'\], which cannot be hashed"),
         (lambda: adaptive_alpha(np.ones((2, 3)), np.ones((2, 4))), "must score the same candidates"),
         (lambda: rrf([]), "no score list"),
         (lambda: rrf([np.ones((1, 2)), np.ones((1, 3))]), "must score the same candidates"),

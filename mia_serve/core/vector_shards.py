@@ -3,8 +3,11 @@
 One encoder in one role has ``folder/<16 hex digits of its facts>/``:
 
     encoder.json    the facts, to be read by people
-    NAME.shard      64 bytes of header, n SHA-256 digests of texts, (n, d) little-endian float32: a text finds its row
-                    by the digests alone, which lie together, so that no vector is read but those asked for
+    NAME.shard      64 bytes of header, n keys, (n, d) little-endian float32: a text finds its row by the keys alone,
+                    which lie together, so that no vector is read but those asked for
+
+A key is the SHA-256 digest of a text and the CRC-32 of its vector (little-endian, started with the first four bytes of
+the digest, so that the vector of another text does not fit). A vector that is read is held against its key.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import secrets
 import struct
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +34,13 @@ from mia_serve.core.storage import sync
 
 _SUFFIX = ".shard"
 _HEADER = struct.Struct("<8sQ48x")  # magic, rows
-_MAGIC = b"MIAVEC1\n"
-_DIGEST = 32
+_MAGIC = b"MIAVEC2\n"
+_FAMILY = 6  # bytes of the magic that shards of every version have
+_DIGEST, _KEY = 32, 36
 _SMALL, _MANY = 4096, 32  # more than so many shards, each with fewer than so many rows, become one
 _ABANDONED = 24 * 3600.0  # seconds after which a file written aside has lost its writer
 
-_said: set[str] = set()  # caches that this process has complained of
+_said: set[str] = set()  # caches and shards that this process has complained of
 
 
 def text_digest(text: str) -> bytes:
@@ -46,8 +51,9 @@ def text_digest(text: str) -> bytes:
 class _Shard(NamedTuple):
     """An open shard; its file may go meanwhile, the mapping stays."""
 
+    path: Path
     mapped: mmap.mmap
-    digests: np.ndarray  # (n, 32) uint8
+    keys: np.ndarray  # (n, 36) uint8
     vectors: np.ndarray  # (n, d) float32
 
     def give_back(self) -> None:
@@ -62,7 +68,8 @@ class VectorCache:
     changed and are named by what they hold: writers do not disturb each other, nor readers. Many small ones are merged.
 
     A cache saves work and is never needed for it: where the folder cannot be written (read-only, disk full) or a shard
-    cannot be read, that is said once on stderr, and the texts are encoded again.
+    or a vector in it is damaged, that is said once on stderr, and the texts are encoded again. Shards of another
+    version are left alone.
 
     Args:
         folder: Where the caches of all encoders lie; made if it is missing.
@@ -100,11 +107,25 @@ class VectorCache:
         self._refresh()
         missing = np.ones(len(texts), bool)
         digests = _digests(texts)
-        for shard, places, rows in self._directory.find(digests):
-            same = (shard.digests[rows] == digests[places]).all(axis=1)
-            out[places[same]] = shard.vectors[rows[same]]
-            missing[places[same]] = False
-            shard.give_back()
+        damaged: dict[int, Path] = {}
+        for copy in itertools.count():  # of a text: one that is damaged may have been encoded again since
+            left = np.flatnonzero(missing)
+            found = self._directory.find(digests[left], copy)
+            if not found:
+                break
+            for shard, places, rows in found:
+                places = left[places]
+                same = (shard.keys[rows, :_DIGEST] == digests[places]).all(axis=1)
+                places, rows = places[same], rows[same]
+                vectors = shard.vectors[rows]
+                whole = (_keys(digests[places], vectors) == shard.keys[rows]).all(axis=1)
+                out[places[whole]] = vectors[whole]
+                missing[places[whole]] = False
+                damaged.update(dict.fromkeys(places[~whole].tolist(), shard.path))
+                shard.give_back()
+        for path in sorted({str(path) for place, path in damaged.items() if missing[place]} - _said):
+            _said.add(path)
+            print(f"{path}: damaged vectors; their texts are encoded again", file=sys.stderr)
         return np.flatnonzero(missing).tolist()
 
     def add(self, texts: Sequence[str], vectors: np.ndarray) -> None:
@@ -112,7 +133,7 @@ class VectorCache:
         if not len(texts) or not self._writes:
             return
         with self._tolerant():
-            self._write(_digests(texts), [vectors])
+            self._write(_keys(_digests(texts), vectors), [vectors])
             self._merge()
 
     def _refresh(self) -> None:
@@ -142,7 +163,9 @@ class VectorCache:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             magic, rows = _HEADER.unpack_from(mapped)
-            start = _HEADER.size + rows * _DIGEST
+            if magic[:_FAMILY] == _MAGIC[:_FAMILY] and magic != _MAGIC:
+                return None
+            start = _HEADER.size + rows * _KEY
             if magic != _MAGIC or len(mapped) != start + rows * self.dim * 4:
                 raise ValueError("other records, or not all of them")
         except FileNotFoundError:
@@ -150,29 +173,33 @@ class VectorCache:
         except (OSError, ValueError, struct.error):
             print(f"{path}: not a shard that can be read; its texts are encoded again", file=sys.stderr)
             return None
-        digests = np.frombuffer(mapped, np.uint8, rows * _DIGEST, _HEADER.size).reshape(rows, _DIGEST)
-        return _Shard(mapped, digests, np.frombuffer(mapped, "<f4", rows * self.dim, start).reshape(rows, self.dim))
+        keys = np.frombuffer(mapped, np.uint8, rows * _KEY, _HEADER.size).reshape(rows, _KEY)
+        vectors = np.frombuffer(mapped, "<f4", rows * self.dim, start).reshape(rows, self.dim)
+        return _Shard(path, mapped, keys, vectors)
 
-    def _write(self, digests: np.ndarray, parts: Iterable[np.ndarray]) -> str:
-        """Write a shard of (n, 32) digests, and their vectors in parts of (m, d); return its name."""
-        keys = digests.tobytes()
-        name = hashlib.sha256(keys).hexdigest()[:24] + _SUFFIX
+    def _write(self, keys: np.ndarray, parts: Iterable[np.ndarray]) -> str:
+        """Write a shard of (n, 36) keys, and their vectors in parts of (m, d); return its name."""
+        head = keys.tobytes()
+        name = hashlib.sha256(head).hexdigest()[:24] + _SUFFIX
         vectors = (np.ascontiguousarray(part, "<f4").tobytes() for part in parts)
-        self._place(self.folder / name, itertools.chain((_HEADER.pack(_MAGIC, len(digests)), keys), vectors))
+        self._place(self.folder / name, itertools.chain((_HEADER.pack(_MAGIC, len(keys)), head), vectors))
         return name
 
     def _merge(self) -> None:
         """Make one shard of many small ones, so that commands that encode a few texts each do not slow each other."""
         self._refresh()
-        small = {n: s for n, s in self._shards.items() if s is not None and len(s.digests) < _SMALL}
+        small = {n: s for n, s in self._shards.items() if s is not None and len(s.keys) < _SMALL}
         if len(small) <= _MANY:
             return
-        digests = np.concatenate([shard.digests for shard in small.values()])
-        kept = np.zeros(len(digests), bool)
-        kept[np.unique(_prefixes(digests), return_index=True)[1]] = True  # two writers may have had the same text
-        ends = np.cumsum([len(shard.digests) for shard in small.values()])
+        keys = np.concatenate([shard.keys for shard in small.values()])
+        computed = np.concatenate([_keys(shard.keys[:, :_DIGEST], shard.vectors) for shard in small.values()])
+        whole = np.flatnonzero((computed == keys).all(axis=1))
+        kept = np.zeros(len(keys), bool)
+        # Two writers may have had the same text.
+        kept[whole[np.unique(_prefixes(keys[whole]), return_index=True)[1]]] = True
+        ends = np.cumsum([len(shard.keys) for shard in small.values()])
         rows = np.split(kept, ends[:-1])
-        made = self._write(digests[kept], (s.vectors[r] for s, r in zip(small.values(), rows, strict=True)))
+        made = self._write(keys[kept], (s.vectors[r] for s, r in zip(small.values(), rows, strict=True)))
         for name in small.keys() - {made}:
             (self.folder / name).unlink(missing_ok=True)
         for left in self.folder.glob(".*.tmp"):
@@ -213,8 +240,8 @@ class _Directory:
 
     def __init__(self, shards: Sequence[_Shard]) -> None:
         self.shards = shards
-        sizes = [len(shard.digests) for shard in shards]
-        prefixes = np.concatenate([_prefixes(shard.digests) for shard in shards] or [np.empty(0, np.uint64)])
+        sizes = [len(shard.keys) for shard in shards]
+        prefixes = np.concatenate([_prefixes(shard.keys) for shard in shards] or [np.empty(0, np.uint64)])
         order = np.argsort(prefixes, kind="stable")
         self.prefixes = prefixes[order]
         self.owner = np.repeat(np.arange(len(shards), dtype=np.int32), sizes)[order]
@@ -222,25 +249,30 @@ class _Directory:
         for shard in shards:
             shard.give_back()
 
-    def find(self, digests: np.ndarray) -> Iterator[tuple[_Shard, np.ndarray, np.ndarray]]:
-        """Yield shards with places in ``digests`` (n, 32) and the rows there, equal in the first 8 bytes.
+    def find(self, digests: np.ndarray, copy: int = 0) -> list[tuple[_Shard, np.ndarray, np.ndarray]]:
+        """Return shards with places in ``digests`` (n, 32) and the rows there, equal in the first 8 bytes.
 
-        Two texts whose digests begin alike are too rare to look further: the second would be encoded again.
+        Of several such rows the one of number ``copy`` is meant, from 0; a digest with fewer is left out.
         """
-        if not len(self.prefixes):
-            return
         wanted = _prefixes(digests)
-        at = np.searchsorted(self.prefixes, wanted).clip(max=len(self.prefixes) - 1)
-        places = np.flatnonzero(self.prefixes[at] == wanted)
+        at = np.searchsorted(self.prefixes, wanted) + copy
+        places = np.flatnonzero(at < len(self.prefixes))
+        places = places[self.prefixes[at[places]] == wanted[places]]
         owner, row = self.owner[at[places]], self.row[at[places]]
-        for number in np.unique(owner).tolist():
-            mine = owner == number
-            yield self.shards[number], places[mine], row[mine]
+        return [(self.shards[n], places[owner == n], row[owner == n]) for n in np.unique(owner).tolist()]
 
 
 def _digests(texts: Sequence[str]) -> np.ndarray:
     return np.frombuffer(b"".join(map(text_digest, texts)), np.uint8).reshape(-1, _DIGEST)
 
 
-def _prefixes(digests: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(digests[:, :8]).view(np.uint64)[:, 0]
+def _keys(digests: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Return the keys (n, 36) of texts with these digests (n, 32) and vectors (n, d)."""
+    starts = np.ascontiguousarray(digests[:, :4]).view("<u4")[:, 0].tolist()
+    rows = zip(np.ascontiguousarray(vectors, "<f4"), starts, strict=True)
+    sums = np.fromiter((zlib.crc32(row, start) for row, start in rows), "<u4", len(starts))
+    return np.concatenate([digests, sums[:, None].view(np.uint8)], axis=1)
+
+
+def _prefixes(keys: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(keys[:, :8]).view(np.uint64)[:, 0]

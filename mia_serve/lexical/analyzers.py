@@ -35,14 +35,28 @@ _STUDY_STOP = frozenset({
 _HAN = "\u3005-\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 # Hiragana and katakana with their marks, and Korean syllables and letters (half-width ones went by NFKC).
 _KANA_HANGUL = "\u3041-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u1100-\u11ff\u3131-\u318e\uac00-\ud7ff"
-_WORD = re.compile(r"\w+")
-_CJK_OR_WORD = re.compile(rf"(?P<run>[{_HAN}{_KANA_HANGUL}]+)|(?:(?![{_HAN}{_KANA_HANGUL}])\w)+")
-_HAN_OR_CJK_OR_WORD = re.compile(rf"(?P<han>[{_HAN}]+)|(?P<run>[{_KANA_HANGUL}]+)|(?:(?![{_HAN}{_KANA_HANGUL}])\w)+")
+# Vowel signs, points and viramas (Mn, Mc), all below the ideographs of plane 2; \w has none of them.
+_MARKS = "".join(c for c in map(chr, range(0x20000)) if unicodedata.category(c) in ("Mn", "Mc"))
+
+
+def _word(letter: str) -> str:
+    """Return the pattern of a word: letters, and the marks that follow a letter of it."""
+    return rf"{letter}+(?:[{_MARKS}]+{letter}*)*"
+
+
+_WORD = re.compile(_word(r"\w"))
+_OTHER_WORD = _word(rf"(?:(?![{_HAN}{_KANA_HANGUL}])\w)")
+_CJK_OR_WORD = re.compile(rf"(?P<run>[{_HAN}{_KANA_HANGUL}]+)|{_OTHER_WORD}")
+_HAN_OR_CJK_OR_WORD = re.compile(rf"(?P<han>[{_HAN}]+)|(?P<run>[{_KANA_HANGUL}]+)|{_OTHER_WORD}")
+# These choose a shape and would cut a word, or make two of it: variation selectors, the joiner, and the non-joiner
+# after a virama (after a letter, as in Persian, it stands between the parts of a compound).
+_SHAPING = re.compile(rf"[\u180b-\u180d\u180f\u200c\u200d\ufe00-\ufe0f\U000e0100-\U000e01ef](?<![^{_MARKS}]\u200c)")
 
 #: Analysed to make an analyzer's version: a change in what comes out of it is another version.
 _PROBE = (
     "The OvertimeService wasn't re-started by user_7 at 10:45, yes? Café ＡＢＣ１２３ naïve I've x y2 "
-    "华山是一个很好旅游景点。她在2024年去了臺北101 東京タワーへ行きました ﾃｽﾄ 나는 서울에 갔다"
+    "华山是一个很好旅游景点。她在2024年去了臺北101 東京タワーへ行きました ﾃｽﾄ 나는 서울에 갔다 "
+    "हिन्दी की कु ශ්\u200dරී שָׁלוֹם مَرْحَبًا ที่นี่ ಸಾಫ್ಟ್\u200cವೇರ್ می\u200cخواهم"
 )
 
 
@@ -74,8 +88,9 @@ def get_analyzer(name: str) -> Analyzer:
 
     - ``study``: the English one of the chat-memory study (arXiv 2606.04194): ASCII letters and digits with ``- _ '``
       inside, lower case, at least three characters, 50 function words dropped, no stemming. Blind to other scripts.
-    - ``plain``: words (``\w+``) of any script that writes spaces between them, after NFKC (so that full-width letters
-      and composed accents agree) and in lower case, nothing dropped.
+    - ``plain``: words (``\w`` and combining marks) of any script that writes spaces between them, after NFKC (so that
+      full-width letters and composed accents agree) and in lower case, nothing dropped. A pointed word (Hebrew,
+      Arabic) is not the same term as the bare one.
     - ``cjk``: as ``plain``, but Chinese, Japanese and Korean runs become single characters and pairs of neighbours; a
       query of one character finds it.
     - ``jieba``: as ``cjk``, but Chinese is cut into words by jieba's dictionary (search mode, so that parts of long
@@ -118,7 +133,7 @@ def _jieba_terms(cut: Callable[..., Iterator[str]], text: str) -> list[str]:
 
 
 def _normal(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).lower()
+    return _SHAPING.sub("", unicodedata.normalize("NFKC", text).lower())
 
 
 def _characters_and_pairs(run: str) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
+from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,23 +71,24 @@ class BM25Index:
             query repeats counts each time, as in classic BM25.
 
     Raises:
-        MiaError: Lengths differ, an id is not a string or comes twice, a parameter is out of range, or as
-            ``get_analyzer``.
+        MiaError: Lengths differ, an id or a text is not a string, an id comes twice, a parameter is out of range, or
+            as ``get_analyzer``.
     """
 
     def __init__(
         self,
-        ids: Sequence[str],
-        texts: Sequence[str],
+        ids: Iterable[str],
+        texts: Iterable[str],
         analyzer: str = "study",
         k1: float = 1.5,
         b: float = 0.75,
         unique_terms: bool = True,
     ):
+        ids, texts = _strings(ids, "id", "ids"), _strings(texts, "text", "texts")
         if len(ids) != len(texts):
             raise MiaError(f"{len(ids)} ids but {len(texts)} texts; give one id for each text")
         _check_parameters(ids, k1, b)
-        self.ids = list(ids)
+        self.ids = ids
         self.analyzer = get_analyzer(analyzer)
         self.k1, self.b, self.unique_terms = float(k1), float(b), unique_terms
         # Numbered in order of appearance, so that equal texts give equal files (bm25s numbers terms by a salted hash).
@@ -100,25 +102,30 @@ class BM25Index:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def scores(self, queries: Sequence[str]) -> np.ndarray:
-        """Score every document for each query, (n, N) float32, columns as ``ids``; 0 where no term matches."""
-        table = np.zeros((len(_checked_queries(queries)), len(self.ids)), dtype=np.float32)
+    def scores(self, queries: Iterable[str]) -> np.ndarray:
+        """Score every document for each query, (n, N) float32, columns as ``ids``; 0 where no term matches.
+
+        Raises:
+            MiaError: ``queries`` is one string, or a query is not a string.
+        """
+        queries = _strings(queries, "query", "queries")
+        table = np.zeros((len(queries), len(self.ids)), dtype=np.float32)
         for row, query in enumerate(queries):
             table[row] = self._score(query)[self._place]
         return table
 
-    def search(self, queries: Sequence[str], k: int) -> LexicalHits:
+    def search(self, queries: Iterable[str], k: int) -> LexicalHits:
         """Find the k best documents for each query; ties by ascending id.
 
         Only documents that share a term with the query come back, so there may be fewer than k, or none.
 
         Raises:
-            MiaError: ``k`` is below 1, or ``queries`` is one string.
+            MiaError: ``k`` is below 1, ``queries`` is one string, or a query is not a string.
         """
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
             raise MiaError(f"k is {k!r}; it must be a whole number of 1 or more")
         found = LexicalHits([], [])
-        for query in _checked_queries(queries):
+        for query in _strings(queries, "query", "queries"):
             scores = self._score(query)
             best = _matching(scores, int(k))
             best = best[np.argsort(-scores[best], kind="stable")[:k]]
@@ -127,10 +134,17 @@ class BM25Index:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write the index to a folder, replacing what was there; a killed writer leaves the old one.
+        """Write the index to a folder, replacing an index that is there; a killed writer leaves the old one.
 
         Only JSON and numpy arrays, no pickle. The analyzer goes by name and version.
+
+        Raises:
+            MiaError: ``path`` holds something else than a BM25 index.
         """
+        path = Path(path).absolute()
+        recover(path)
+        if path.exists() and not (path / _META).is_file() and (not path.is_dir() or any(path.iterdir())):
+            raise MiaError(f"{path} exists and is no BM25 index; give a new folder, or remove it yourself")
         with write_aside(path) as folder:
             for name, array in self._postings._asdict().items():
                 np.save(folder / f"{name}.npy", array, allow_pickle=False)
@@ -223,21 +237,25 @@ def _matching(scores: np.ndarray, k: int) -> np.ndarray:
     return found
 
 
-def _checked_queries(queries: Sequence[str]) -> Sequence[str]:
-    if isinstance(queries, str):
-        raise MiaError("queries is one string; give a list of queries")
-    return queries
+def _strings(values: Iterable[str], one: str, several: str) -> list[str]:
+    """Return values as a list if all are strings; their names, singular and plural, are for the message."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        given = "one string" if isinstance(values, str) else repr(values)
+        raise MiaError(f"{several} is {given}; give a list of {several}")
+    found = list(values)
+    for position, value in enumerate(found):
+        if not isinstance(value, str):
+            raise MiaError(f"{one} {position} is {value!r:.60}, not a string; give a string for each of the {several}")
+    return found
 
 
-def _check_parameters(ids: Sequence[str], k1: float, b: float) -> None:
-    if not (np.isfinite(k1) and k1 >= 0):
-        raise MiaError(f"k1 is {k1}; it must be 0 or more (1.5 by default)")
-    if not 0 <= b <= 1:
-        raise MiaError(f"b is {b}; it must lie in [0, 1] (0.75 by default)")
+def _check_parameters(ids: list[str], k1: float, b: float) -> None:
+    if not (isinstance(k1, Real) and 0 <= k1 < np.inf):
+        raise MiaError(f"k1 is {k1!r}; it must be a number of 0 or more (1.5 by default)")
+    if not (isinstance(b, Real) and 0 <= b <= 1):
+        raise MiaError(f"b is {b!r}; it must be a number in [0, 1] (0.75 by default)")
     seen: set[str] = set()
     for identifier in ids:
-        if not isinstance(identifier, str):
-            raise MiaError(f"id {identifier!r} is not a string; ids are strings")
         if identifier in seen:
             raise MiaError(f"id {identifier!r} comes twice; ids must be unique")
         seen.add(identifier)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -216,7 +218,7 @@ def test_a_shard_that_cannot_be_read_is_named_and_encoded_again(
     content = shard.read_bytes()
     cuts = {
         "truncated": content[:-1],
-        "a row short": content[:-48],
+        "a row short": content[:-52],
         "foreign": b"\x93NUMPY" + content[6:],
         "empty": b"",
     }
@@ -226,6 +228,53 @@ def test_a_shard_that_cannot_be_read_is_named_and_encoded_again(
     assert str(shard) in said and "encoded again" in said
     VectorCache(tmp_path, FACTS).add(["text 0", "text 1"], numbered(range(2)))
     assert known(tmp_path, range(3))[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("damage", [struct.pack("<2f", 7, 7), struct.pack("<2f", math.nan, 1), bytes(8)])
+def test_a_vector_that_was_overwritten_is_encoded_again(
+    damage: bytes, merged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = VectorCache(tmp_path, FACTS)
+    cache.add([f"text {i}" for i in range(3)], numbered(range(3)))
+    (shard,) = cache.folder.glob("*.shard")
+    content = shard.read_bytes()
+    at = len(content) - 2 * 16  # the vector of text 1
+    shard.write_bytes(content[:at] + damage + content[at + 8 :])
+    for _ in range(2):
+        found, vectors = known(tmp_path, range(3))
+        assert found == [0, 2] and (vectors == numbered(range(3))[[0, 2]]).all()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(shard) in said and "encoded again" in said
+    more = 40 if merged else 1
+    for i in range(1, 1 + more):  # beside the damaged one, whatever the names of the files
+        VectorCache(tmp_path, FACTS).add([f"text {i}"], numbered(range(i, i + 1)))
+    found, vectors = known(tmp_path, range(2 + more))
+    assert found == list(range(max(3, 1 + more))) and (vectors == numbered(range(len(found)))).all()
+    assert capsys.readouterr().err == ""
+    assert shard.exists() != merged
+
+
+def test_vectors_of_two_texts_that_changed_places_are_encoded_again(tmp_path: Path) -> None:
+    cache = VectorCache(tmp_path, FACTS)
+    cache.add([f"text {i}" for i in range(3)], numbered(range(3)))
+    (shard,) = cache.folder.glob("*.shard")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-32] + content[-16:] + content[-32:-16])
+    assert known(tmp_path, range(3))[0] == [0]
+
+
+def test_a_shard_of_another_version_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = VectorCache(tmp_path, FACTS)
+    cache.add(["text 0"], numbered(range(1)))
+    (shard,) = cache.folder.glob("*.shard")
+    old = cache.folder / f"{'0' * 24}.shard"
+    shard.rename(old)
+    old.write_bytes(b"MIAVEC1\n" + old.read_bytes()[8:])
+    assert known(tmp_path, range(1))[0] == []
+    VectorCache(tmp_path, FACTS).add(["text 0"], numbered(range(1)))
+    assert known(tmp_path, range(1))[0] == [0]
+    assert old.exists() and capsys.readouterr().err == ""
 
 
 def test_one_reader_sees_what_others_add(tmp_path: Path) -> None:
@@ -241,11 +290,11 @@ def test_one_reader_sees_what_others_add(tmp_path: Path) -> None:
 def test_a_large_cache_is_looked_through_without_its_vectors(tmp_path: Path) -> None:
     cache = VectorCache(tmp_path, {"dim": 1024})
     rows = 250_000
-    digests = np.random.default_rng(0).integers(0, 256, (rows, 32), np.uint8)
+    keys = np.random.default_rng(0).integers(0, 256, (rows, 36), np.uint8)
     vectors = np.ones((1, 1024), np.float32)
-    cache._write(digests, [vectors])  # header and digests say so; the file is then grown to hold its 1 GB of zeros
+    cache._write(keys, [vectors])  # header and keys say so; the file is then grown to hold its 1 GB of zeros
     (shard,) = cache.folder.glob("*.shard")
-    os.truncate(shard, 64 + rows * (32 + 4096))
+    os.truncate(shard, 64 + rows * (36 + 4096))
     cache.add(["text 0"], vectors * 2)
     os.sync()
     out = np.zeros((2, 1024), np.float32)
@@ -253,7 +302,7 @@ def test_a_large_cache_is_looked_through_without_its_vectors(tmp_path: Path) -> 
     assert VectorCache(tmp_path, {"dim": 1024}).fill(["text 0", "text 1"], out) == [1]
     after = resource.getrusage(resource.RUSAGE_SELF)
     faults = after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt
-    # The kernel maps at most 16 pages a fault: the digests are 2,000 pages, the vectors 250,000.
+    # The kernel maps at most 16 pages a fault: the keys are 2,200 pages, the vectors 250,000.
     assert faults < 10_000 and (out[0] == 2).all()
 
 

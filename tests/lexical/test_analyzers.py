@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import unicodedata
 
 import pytest
 
@@ -30,6 +31,33 @@ def test_plain_reads_any_script_with_spaces_and_normalises():
     assert analyzer("The Naïve CAFÉ, 10:45") == ["the", "naïve", "café", "10", "45"]
     assert analyzer("cafe\u0301 ＡＢＣ１２３") == ["café", "abc123"]
     assert analyzer("Война и мир") == ["война", "и", "мир"]
+
+
+@pytest.mark.parametrize("name", ["plain", "cjk", "jieba"])
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        ("हिन्दी की, कि कु", ["हिन्दी", "की", "कि", "कु"]),
+        ("שָׁלוֹם עֲלֵיכֶם", ["שָׁלוֹם", "עֲלֵיכֶם"]),
+        ("مَرْحَبًا بِكُمْ", ["مَرْحَبًا", "بِكُمْ"]),
+        ("ที่นี่ น้ำ", ["ที่นี่", "น้ำ"]),
+        ("தமிழ் বাংলা", ["தமிழ்", "বাংলা"]),
+        ("ශ්\u200dරී ಸಾಫ್ಟ್\u200cವೇರ್ x", ["ශ්රී", "ಸಾಫ್ಟ್ವೇರ್", "x"]),  # joiners only choose a shape
+        ("کتاب\u200cها", ["کتاب", "ها"]),  # between letters the non-joiner parts a compound
+        ("2\ufe0f\u20e3 ok\u0301 \u0301 ´a", ["2", "ok\u0301", "a"]),  # no word begins with a mark
+    ],
+)
+def test_words_keep_their_vowel_signs_and_points(name, text, terms):
+    assert get_analyzer(name)(text) == [unicodedata.normalize("NFKC", term) for term in terms]
+
+
+def test_one_vowel_sign_makes_another_word():
+    index = BM25Index(["a", "b", "c"], ["की", "कि", "कु"], analyzer="plain")
+    assert index.search(["की", "कु"], 3).ids == [["a"], ["c"]]
+
+
+def test_an_ideograph_with_a_variation_selector_is_that_ideograph():
+    assert get_analyzer("cjk")("葛\U000e0100城") == ["葛", "城", "葛城"]
 
 
 def test_cjk_gives_characters_and_pairs_and_keeps_words():

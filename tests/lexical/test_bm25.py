@@ -169,7 +169,14 @@ def test_many_small_indexes_are_quick():
     [
         ({"ids": ["a"]}, "1 ids but 4 texts"),
         ({"ids": ["a", "b", "a", "c"]}, "id 'a' comes twice"),
-        ({"ids": ["a", "b", 3, "c"]}, "id 3 is not a string"),
+        ({"ids": ["a", "b", 3, "c"]}, "id 2 is 3, not a string"),
+        ({"texts": ["a", None, "b", "c"]}, "text 1 is None, not a string"),
+        ({"ids": ["a", "b"], "texts": "ab"}, "texts is one string; give a list of texts"),
+        ({"ids": "abcd"}, "ids is one string"),
+        ({"texts": None}, "texts is None; give a list"),
+        ({"k1": "1"}, "k1 is '1'; it must be a number"),
+        ({"k1": math.inf}, "k1 is inf"),
+        ({"b": None}, "b is None; it must be a number"),
         ({"k1": -1}, "k1 is -1"),
         ({"k1": math.nan}, "k1 is nan"),
         ({"b": 1.5}, "b is 1.5"),
@@ -186,9 +193,21 @@ def test_wrong_k_is_refused(k):
         BM25Index(IDS, TEXTS).search(["red"], k)
 
 
-def test_one_string_is_no_list_of_queries():
-    with pytest.raises(MiaError, match="give a list"):
-        BM25Index(IDS, TEXTS).search("red", 1)
+@pytest.mark.parametrize(
+    ("queries", "message"),
+    [("red", "one string; give a list"), (["red", None], "query 1 is None, not a string"), (3, "queries is 3; give a")],
+)
+def test_queries_that_are_no_list_of_strings_are_refused(queries, message):
+    index = BM25Index(IDS, TEXTS)
+    for call in (index.scores, lambda queries: index.search(queries, 1)):
+        with pytest.raises(MiaError, match=message):
+            call(queries)
+
+
+def test_any_iterable_of_strings_will_do():
+    index = BM25Index(iter(IDS), (text for text in TEXTS))
+    assert index.scores(iter(["red", "car"])).tolist() == BM25Index(IDS, TEXTS).scores(["red", "car"]).tolist()
+    assert index.search((word for word in ["boat"]), 1).ids == [["d"]]
 
 
 @pytest.fixture
