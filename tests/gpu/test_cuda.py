@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mia_serve.core import Encoder
-from mia_serve.index import SessionIndex
+from mia_serve.index import GpuOptions, SessionIndex
 from mia_serve.signature import select_signature
 from tests.conftest import CORPUS
 
@@ -38,6 +38,40 @@ def test_SRV_09_device_memory_does_not_grow_with_the_number_of_texts(tiny_bert: 
         encoder.encode_documents([f"the lamp {i % 97}" for i in range(count)])
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[1] < 1.5 * peaks[0]
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("pooling", ["max", "topk", "mean", "early", "lme"])
+def test_sessions_found_are_those_of_the_cpu(pooling: str, storage: str, tmp_path: Path):
+    random = np.random.default_rng(1)
+    vectors = random.standard_normal((3_000, 64)).astype(np.float32)
+    vectors[2_000:] = vectors[:1_000]  # ties
+    index = SessionIndex(64, "torch", "cpu")
+    names = [f"c{i}" for i in range(len(vectors))]
+    index.add(names, vectors, [f"s{i * 7 % 150}" for i in range(len(vectors))], [{"year": i % 3} for i in range(3_000)])
+    index.delete(names[100:200])
+    index.save(tmp_path / "index", storage)
+    found = []
+    for device in ("cpu", "cuda"):
+        loaded = SessionIndex.load(tmp_path / "index", device=device)
+        sessions = loaded.search_sessions(vectors[:50], 5, pooling, where={"year": [0, 1]})
+        chunks = loaded.search(vectors[:50], 2_500)
+        found.append((sessions.ids, sessions.best_chunk, chunks.ids, chunks.scores.tolist()))
+    assert found[0] == found[1]
+
+
+def test_faiss_on_gpus_finds_what_torch_finds():
+    faiss = pytest.importorskip("faiss")
+    if not hasattr(faiss, "StandardGpuResources"):
+        pytest.skip("faiss-cpu is installed; this needs faiss-gpu")
+    vectors = np.random.default_rng(2).standard_normal((5_000, 64)).astype(np.float32)
+    names = [f"c{i}" for i in range(len(vectors))]
+    found = []
+    for backend, gpu in (("torch", None), ("faiss", GpuOptions()), ("faiss", GpuOptions(float16=True))):
+        index = SessionIndex(64, backend, gpu=gpu)
+        index.add(names, vectors, ["s"] * len(vectors))
+        found.append([index.search(vectors[:20], k).ids for k in (10, 3_000)])
+    assert found[0] == found[1] == found[2]
 
 
 def test_search_and_greedy_choose_the_same_as_on_the_cpu():
