@@ -389,3 +389,32 @@ def test_chunks_are_never_longer_than_the_encoder_reads(run: Run, tiny_bert: Pat
     encoder = Encoder.load(tiny_bert)
     lengths = [len(encoder.tokenise_document(chunk.text).ids) for chunk in Mindscape.load(tmp_path / "out").chunks]
     assert 100 < max(lengths) <= 128
+
+
+def test_embed_keeps_an_index_and_notes_in_the_folder(
+    run: Run, mindscape: Path, tiny_bert: Path, tiny_xlmr: Path
+) -> None:
+    (mindscape / "notes.txt").write_text("mine")
+    index = mindscape / "index"
+    assert run("index", "build", "--mindscape", mindscape, "--encoder", tiny_bert, "-o", index).code == 0
+    before = run("index", "info", index, "--verify").out
+    assert run("embed", "--mindscape", mindscape, "--encoder", tiny_xlmr).code == 0
+    assert run("index", "info", index, "--verify").out == before
+    assert (mindscape / "notes.txt").read_text() == "mine"
+    assert run("index", "compact", index).code == 0
+
+
+def test_json_never_goes_into_a_mindscape(run: Run, mindscape: Path, books: Path, tiny_bert: Path) -> None:
+    target = mindscape / "manifest.json"
+    before = target.read_bytes()
+    for command in (
+        ("embed", "--mindscape", mindscape, "--encoder", tiny_bert),
+        ("signature", "--mindscape", mindscape, "--query", "Which quay?"),
+        ("search", "--mindscape", mindscape, "--query", "Which quay?"),
+        ("mindscape", "show", mindscape),
+        ("mindscape", "build", "--books", books, "-o", mindscape, "--encoder", tiny_bert),
+        ("index", "build", "--mindscape", mindscape, "--encoder", tiny_bert, "-o", mindscape / "index"),
+    ):
+        ran = run(*command, "--json", target)
+        assert ran.code == 2 and "give a file elsewhere" in one_line(ran), command
+        assert target.read_bytes() == before

@@ -246,7 +246,7 @@ def test_delete_by_argument_and_by_file(
         (("c00", "nobody"), "'nobody'"),
         ((), "no ids to delete"),
         (("--ids-file", tmp_path / "none"), "no such file"),
-        (("c00", "c00"), "given twice"),
+        (("c00", "c00"), "'c00' is given twice"),
     ):
         ran = mia("index", "delete", built, *arguments)
         assert ran.code == 2 and message in ran.refusal, arguments
@@ -268,6 +268,13 @@ def test_delete_by_argument_and_by_file(
     assert ids_of(mia(*search)) == best(scores, 30)
 
 
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
 GOOD = {"id": "x", "text": "a boat", "session": "s"}
 WRONG: dict[str, tuple[object, str]] = {
     "not JSON": ("{", "not JSON"),
@@ -279,6 +286,9 @@ WRONG: dict[str, tuple[object, str]] = {
     "a typo": (GOOD | {"id": "y", "metdata": {}}, "unknown field 'metdata'"),
     "flat metadata": (GOOD | {"id": "y", "metadata": "a"}, "'metadata' is a str"),
     "a repeated id": (GOOD, "'x' stood in an earlier line"),
+    "an infinite number": ('{"id": "y", "text": "t", "session": "s", "metadata": {"a": 1e999}}', "not JSON"),
+    "half a character in metadata": (GOOD | {"id": "y", "metadata": {"a": "\ud800"}}, "'metadata': not JSON"),
+    "deep metadata": (GOOD | {"id": "y", "metadata": {"a": nested(100)}}, "nested more than 100 deep"),
     "half a character": (GOOD | {"id": "y", "text": "a\ud800"}, "surrogate"),
 }
 
@@ -382,6 +392,60 @@ def test_where_knows_text_and_numbers(mia: Run, built: Path, tiny_bert: Path, sc
         assert ids_of(mia(*command, *where)) == best(expected, 30), options
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", "[" * 100_000])
+def test_where_takes_what_is_no_finite_number_for_text(
+    mia: Run, built: Path, tiny_bert: Path, tmp_path: Path, value: str
+) -> None:
+    more = write(tmp_path / "more.jsonl", [GOOD | {"metadata": {"score": value}}])
+    assert mia("index", "add", built, "--encoder", tiny_bert, "--chunks", more).code == 0
+    search = ("search", "--index", built, "--encoder", tiny_bert, "--query", QUERY, "--json", "-")
+    assert ids_of(mia(*search, "--where", f"score={value}")) == ["x"]
+
+
+def test_ids_are_cut_at_line_ends_only(mia: Run, built: Path, tiny_bert: Path, tmp_path: Path) -> None:
+    ids = ["a\u2028b", "a\x0bb", "a\x85b", "a\rb"]
+    more = write(tmp_path / "more.jsonl", [GOOD | {"id": name} for name in ids])
+    assert mia("index", "add", built, "--encoder", tiny_bert, "--chunks", more).code == 0
+    listed = tmp_path / "ids.txt"
+    listed.write_bytes("\r\n".join(ids[:2]).encode("utf-8-sig") + b"\n\n" + "\n".join(ids[2:]).encode())
+    assert mia("index", "delete", built, "--ids-file", listed, "--json", "-").record["rows"] == 30
+
+
+def test_json_never_goes_into_an_index(mia: Run, built: Path, chunks: Path, tiny_bert: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(built)
+    before = state(mia, built)
+    given = ("--encoder", tiny_bert, "--chunks", chunks)
+    for command in (
+        ("index", "info", built),
+        ("index", "add", built, *given, "--upsert"),
+        ("index", "delete", built, "c00"),
+        ("index", "compact", built),
+        ("index", "build", *given, "-o", built, "--replace"),
+        ("search", "--index", built, "--encoder", tiny_bert, "--query", QUERY),
+    ):
+        for target in (built / "manifest.json", tmp_path / "link" / "new.json"):
+            ran = mia(*command, "--json", target)
+            assert ran.code == 2 and f"{str(target)!r} is in " in ran.refusal, command
+        assert state(mia, built) == before
+    new = tmp_path / "new"
+    assert "give a file elsewhere" in mia("index", "build", *given, "-o", new, "--json", new).refusal
+    assert not new.exists()
+
+
+def test_a_damaged_index_is_rebuilt_in_its_place(mia: Run, built: Path, chunks: Path, tiny_bert: Path) -> None:
+    (built / "manifest.json").write_text("{half")
+    build = ("index", "build", "--chunks", chunks, "--encoder", tiny_bert, "-o", built)
+    assert "rebuild the index" in mia(*build).refusal
+    assert mia(*build, "--replace").code == 0
+    assert state(mia, built)["rows"] == 30 and len(list(built.glob("segment-*"))) == 1
+
+
+def test_info_counts_in_words(mia: Run, built: Path) -> None:
+    assert mia("index", "delete", built, "c00").code == 0
+    assert "29 chunks in 6 sessions" in mia("index", "info", built).out
+    assert "\n1 dead row, " in mia("index", "info", built).out
+
+
 def test_damage_is_named(mia: Run, built: Path, tiny_bert: Path) -> None:
     (vectors,) = built.glob("*/vectors.bin")
     content = vectors.read_bytes()
@@ -405,7 +469,7 @@ def test_a_second_writer_is_told_to_wait(mia: Run, built: Path, tiny_bert: Path,
     with IndexWriter(built):
         for command in (("add", built, "--encoder", tiny_bert, "--chunks", more), ("delete", built, "c00")):
             said = mia("index", *command).refusal
-            assert str(built) in said
+            assert str(built) in said and "try again when it is done" in said
         assert state(mia, built)["rows"] == 30  # readers do not wait
     assert mia("index", "delete", built, "c00").code == 0
 

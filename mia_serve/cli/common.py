@@ -184,6 +184,27 @@ def check_apart(outputs: Mapping[str, str | Path | None], inputs: Mapping[str, s
             raise MiaError(f"{what} {str(path)!r} is the file of {other}; give another, so that neither is lost")
 
 
+def check_outside(outputs: Mapping[str, str | Path | None], folders: Mapping[str, Path | None]) -> None:
+    """Refuse outputs in folders whose files belong together, an index or a mindscape, however their paths are written.
+
+    Args:
+        outputs: Option -> path to be written; None and ``-`` are left out.
+        folders: Option -> folder that is read or written; None is left out.
+
+    Raises:
+        MiaError: An output is such a folder or lies in one.
+    """
+    for what, path in outputs.items():
+        if path is None or str(path) == "-":
+            continue
+        for other, folder in folders.items():
+            if folder is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+                raise MiaError(
+                    f"{what} {str(path)!r} is in {other} {str(folder)!r}; give a file elsewhere, so that nothing of it "
+                    "is overwritten"
+                )
+
+
 def check_query(text: str) -> None:
     """Refuse a query without text.
 

@@ -16,10 +16,10 @@ from mia_serve.cli.common import (
     cache_folder,
     check_folder,
     check_output,
+    check_outside,
     emit,
     progress,
     read_object,
-    write_file,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def embed(
     """Add an encoder's vectors of all chunks and summaries to a mindscape; later commands then need not encode them."""
     check_output(json_to, "--json")
     check_folder(mindscape, "--mindscape")
+    check_outside({"--json": json_to}, {"--mindscape": mindscape})
     encoders = Encoders(device, cache_folder(cache))
     from mia_serve.mindscape import Mindscape
     from mia_serve.mindscape.vectors import all_vectors, embed_mindscape
@@ -50,12 +51,7 @@ def embed(
     encoders.report.known += sum(
         len(array) for name, (array, spec_hash) in kept.items() if spec_hash == model.spec_hash and name not in made
     )
-    note = mindscape / BUILT_WITH
-    built_with = note.read_text(encoding="utf-8") if note.is_file() else None
-    # Written aside and renamed as a whole, so the note would go with the old folder.
     opened.save(mindscape, vectors=kept | made)
-    if built_with is not None:
-        write_file(note, built_with)
     record = {
         "mindscape": str(mindscape),
         "encoder": encoder,

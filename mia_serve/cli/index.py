@@ -21,6 +21,7 @@ from mia_serve.cli.common import (
     check_apart,
     check_folder,
     check_output,
+    check_outside,
     emit,
 )
 
@@ -66,6 +67,7 @@ def build(
 ) -> None:
     """Index the chunks of a mindscape or of a file; what is half-written is never opened."""
     check_output(json_to, "--json")
+    check_outside({"--json": json_to}, {"--out": out})
     _check_source(mindscape, chunks, json_to)
     if not out.is_dir():
         check_output(out, "--out", overwrite=False)
@@ -107,6 +109,7 @@ def add(
 ) -> None:
     """Add chunks to an index: all of them, or on an error none."""
     check_output(json_to, "--json")
+    check_outside({"--json": json_to}, {"the index": index})
     _check_source(mindscape, chunks, json_to)
     encoders = Encoders(device, cache_folder(cache))
     from mia_serve.index.store import read_generation
@@ -149,6 +152,7 @@ def delete(
 ) -> None:
     """Delete chunks by id: all of them, or where one is not in the index none; `index compact` frees their space."""
     check_output(json_to, "--json")
+    check_outside({"--json": json_to}, {"the index": index})
     check_apart({"--json": json_to}, {"--ids-file": ids_file})
     names = list(ids or []) + (_read_ids(ids_file) if ids_file is not None else [])
     if not names:
@@ -168,6 +172,7 @@ def delete(
 def compact(index: IndexArgument, json_to: JsonOption = None) -> None:
     """Rewrite an index without its deleted rows, as one segment; row numbers stay."""
     check_output(json_to, "--json")
+    check_outside({"--json": json_to}, {"the index": index})
     from mia_serve.index.store import read_generation
     from mia_serve.index.writer import IndexWriter
 
@@ -189,6 +194,7 @@ def info(
 ) -> None:
     """Print what an index holds and which encoder made it."""
     check_output(json_to, "--json")
+    check_outside({"--json": json_to}, {"the index": index})
     from mia_serve.index.store import read_snapshot
 
     found = read_snapshot(index, verify=verify)
@@ -211,9 +217,9 @@ def info(
         "first_ids": list(islice((name for s in found.segments for name in compress(s.ids, s.alive)), 3)),
     }
     text = (
-        f"{index}: {alive:,} chunks in {sessions:,} sessions, dim {found.dim}, {found.storage}, "
+        f"{index}: {_counted(alive, 'chunk')} in {_counted(sessions, 'session')}, dim {found.dim}, {found.storage}, "
         f"encoder {found.spec_hash}\n"
-        f"{dead:,} dead rows, segments: {len(found.segments)}, generation {found.generation}, "
+        f"{_counted(dead, 'dead row')}, segments: {len(found.segments)}, generation {found.generation}, "
         f"{size / 2**20:.1f} MiB{', checksums agree' if verify else ''}\n"
     )
     emit(text, record, json_to)
@@ -233,6 +239,7 @@ def _check_source(mindscape: Path | None, chunks: Path | None, json_to: str | No
         raise ValueError("give the chunks once: either --mindscape DIR or --chunks FILE.jsonl")
     if mindscape is not None:
         check_folder(mindscape, "--mindscape")
+    check_outside({"--json": json_to}, {"--mindscape": mindscape})
     check_apart({"--json": json_to}, {"--chunks": chunks})
 
 
@@ -258,10 +265,15 @@ def _read_ids(path: Path) -> list[str]:
     if not path.is_file():
         raise FileNotFoundError(f"--ids-file {str(path)!r}: no such file")
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines, which cuts at characters that an id may hold, such as U+2028.
+        lines = [line.removesuffix("\r") for line in path.read_bytes().decode("utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         raise ValueError(f"--ids-file {str(path)!r} is not UTF-8 (byte {error.start}); convert it first") from error
     return [line for line in lines if line.strip()]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _bytes(folder: Path) -> int:

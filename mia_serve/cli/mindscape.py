@@ -18,6 +18,7 @@ from mia_serve.cli.common import (
     cache_folder,
     check_folder,
     check_output,
+    check_outside,
     emit,
     progress,
     write_file,
@@ -64,7 +65,10 @@ def build(
         raise ValueError("give the texts once: either --data NAME or --books FOLDER")
     if data is not None and summaries is not Summaries.extractive:
         raise ValueError(f"--summaries {summaries.value} is for --books; {data.value} brings its own, leave it out")
-    _check_target(out)
+    check_outside({"--json": json_to}, {"--out": out})
+    from mia_serve.mindscape.store import check_replaceable
+
+    check_replaceable(out)  # before anything is encoded
     files = _book_files(books) if books is not None else []
     encoders = Encoders(device, cache_folder(cache))
     model = encoders.open(encoder)
@@ -102,6 +106,7 @@ def show(
     """Print what a mindscape holds."""
     check_output(json_to, "--json")
     check_folder(folder, "mindscape")
+    check_outside({"--json": json_to}, {"the mindscape": folder})
     from mia_serve.mindscape import Mindscape
 
     mindscape = Mindscape.load(folder)
@@ -114,12 +119,6 @@ def show(
         f"\n{s['id']}  {s['title']} {s['date']}".rstrip() + f"  ({s['chunks']} chunks)\n{s['summary']}\n" for s in shown
     ]
     emit(_lines(record) + "".join(lines), record | {"first_sessions": shown}, json_to)
-
-
-def _check_target(out: Path) -> None:
-    """Refuse, before anything is encoded, what `Mindscape.save` would refuse after it."""
-    if out.exists() and not (out / "manifest.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {str(out)!r} exists and is not a mindscape; give a new folder or remove it first")
 
 
 def _book_files(folder: Path) -> list[Path]:

@@ -30,6 +30,7 @@ from mia_serve.cli.common import (
     cache_folder,
     check_folder,
     check_output,
+    check_outside,
     check_query,
     chosen,
     emit,
@@ -81,6 +82,7 @@ def signature(
     check_output(json_to, "--json")
     check_query(query)
     check_folder(mindscape, "--mindscape")
+    check_outside({"--json": json_to}, {"--mindscape": mindscape})
     name = encoder if encoder is not None else default_encoder(mindscape)
     encoders = Encoders(device, cache_folder(cache))
     from mia_serve.mindscape import Mindscape
@@ -171,6 +173,7 @@ def search(
     check_query(query)
     if (mindscape is None) == (index is None):
         raise ValueError("give what to search once: either --mindscape DIR or --index DIR")
+    check_outside({"--json": json_to}, {"--mindscape": mindscape, "--index": index})
     if index is not None:
         refuse_options(context, _MINDSCAPE_OPTIONS, "--index")
         search_index(index, encoder, query, k, sessions, pooling, where or [], backend.value, device, json_to)

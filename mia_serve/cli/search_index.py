@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -120,8 +121,8 @@ def parse_where(given: Sequence[str]) -> dict[str, list[Any]] | None:
         filters.setdefault(key, []).append(value)
         try:
             read = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(read, int | float):  # true and false too
+        if isinstance(read, int) or (isinstance(read, float) and math.isfinite(read)):  # true and false too
             filters[key].append(read)
     return filters or None

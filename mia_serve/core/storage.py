@@ -39,7 +39,8 @@ def write_aside(path: str | Path) -> Iterator[Path]:
     try:
         yield aside
         for item in (*aside.rglob("*"), aside):
-            sync(item)
+            if not item.is_symlink():
+                sync(item)
         _swap(aside, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -94,8 +95,7 @@ def lock_file(path: Path, timeout: float) -> int:
             if time.monotonic() >= deadline:
                 os.close(descriptor)
                 raise TimeoutError(
-                    f"{path}: another writer holds the lock (waited {timeout:g} s); try again when it is done, or wait "
-                    "longer (timeout)"
+                    f"{path}: another writer holds the lock (waited {timeout:g} s); try again when it is done"
                 ) from None
             time.sleep(_POLL_S)
         except BaseException:

@@ -36,6 +36,10 @@ _NEW_MANIFEST = "manifest.json.new"
 _OURS = re.compile(r"segment-\d+-\d+|tombstones-\d+-\d+\.bin|ranges-\d+\.bin|manifest\.json\.new")
 
 
+class DamagedManifest(MiaError):
+    """A manifest that cannot be read any more, though it may be an index's."""
+
+
 class FileEntry(NamedTuple):
     """A file: its name within its folder, bytes, SHA-256 in hex digits."""
 
@@ -97,15 +101,16 @@ def parse_manifest(folder: Path, raw: bytes) -> Manifest:
     """Parse a manifest file.
 
     Raises:
-        MiaError: If it is damaged, or of another kind or format.
+        DamagedManifest: If it is damaged.
+        MiaError: If it is of another kind or format.
     """
     where = folder / MANIFEST
     try:
         value = json.loads(raw)
-    except ValueError as error:
-        raise MiaError(f"{where}: not readable as JSON ({error}): rebuild the index") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedManifest(f"{where}: not readable as JSON ({error}): rebuild the index") from error
     if not isinstance(value, dict):
-        raise MiaError(f"{where}: expected a JSON object: rebuild the index")
+        raise DamagedManifest(f"{where}: expected a JSON object: rebuild the index")
     if value.get("kind") != KIND:
         raise MiaError(f"{where}: kind {value.get('kind')!r}, not {KIND!r}: no index of vectors")
     if value.get("format") != FORMAT:
@@ -114,7 +119,7 @@ def parse_manifest(folder: Path, raw: bytes) -> Manifest:
             "new folder"
         )
     if value.pop("sha256", None) != _digest(value):
-        raise MiaError(f"{where}: damaged or altered (its sha256 is not its content's): rebuild the index")
+        raise DamagedManifest(f"{where}: damaged or altered (its sha256 is not its content's): rebuild the index")
     return Manifest(
         value["dim"],
         value["storage"],
@@ -162,6 +167,16 @@ def replace_manifest(folder: Path, manifest: Manifest) -> None:
 def holds_only_leftovers(folder: Path) -> bool:
     """Tell whether a folder is empty but for what a dead writer left, so that an index may be made in it."""
     return all(item.name == LOCK or _OURS.fullmatch(item.name) for item in folder.iterdir())
+
+
+def generation_by_names(folder: Path) -> int | None:
+    """Return the greatest generation in the names of an index's files, in place of a manifest that is damaged.
+
+    0 where manifest and lock are all there is, as in an empty index; None where nothing looks like an index's.
+    """
+    names = [item.name for item in folder.iterdir()]
+    found = [int(number) for name in names for number in re.findall(r"-(\d+)", name)[:1] if _OURS.fullmatch(name)]
+    return max(found) if found else 0 if set(names) <= {MANIFEST, LOCK} else None
 
 
 def sweep(folder: Path, manifest: Manifest | None) -> None:

@@ -34,6 +34,7 @@ from mia_serve.index.vectors import DTYPES
 
 _COPY_BYTES = 1 << 23  # of vectors that a copy holds at once
 _NULL = b"null"
+_METADATA_DEPTH = 100  # objects and lists within one another: what is written must be read, on any stack
 
 
 class HashedFile:
@@ -166,15 +167,43 @@ def metadata_lines(metadata: Sequence[dict[str, Any] | None] | None, count: int)
         raise MiaError(f"{len(values)} metadata, {count} ids: give one (or None) a chunk")
     if all(value is None for value in values):
         return None
-    lines = []
-    for position, value in enumerate(values):
-        if value is not None and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
-            raise MiaError(f"metadata, position {position}: {value!r} is not a dict with string keys, nor None")
-        try:
-            lines.append(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
-        except (TypeError, ValueError, RecursionError) as error:
-            raise MiaError(f"metadata, position {position}: not JSON ({error}); give finite plain values") from error
-    return lines
+    return [metadata_line(value, f"metadata, position {position}") for position, value in enumerate(values)]
+
+
+def metadata_line(value: object, what: str) -> bytes:
+    """Write one chunk's metadata as JSON.
+
+    Args:
+        value: A dict with string keys, or None.
+        what: What to call it in an error.
+
+    Raises:
+        MiaError: If it is something else, is not JSON, or is nested more than 100 deep.
+    """
+    if value is not None and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+        raise MiaError(f"{what}: {value!r} is not a dict with string keys, nor None")
+    try:
+        line = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        deep = line.count(b"{") + line.count(b"[") > _METADATA_DEPTH and _is_deep(value)
+    except RecursionError:
+        deep = True
+    except (TypeError, ValueError) as error:
+        raise MiaError(f"{what}: not JSON ({error}); give finite plain values") from error
+    if deep:
+        raise MiaError(f"{what}: nested more than {_METADATA_DEPTH} deep; give flatter values")
+    return line
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(_METADATA_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list | tuple)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return any(isinstance(value, dict | list | tuple) for value in level)
 
 
 def copy_rows(

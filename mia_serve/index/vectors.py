@@ -57,7 +57,8 @@ def calibrate(vectors: np.ndarray) -> np.ndarray:
             them, and all dimensions get the range ± the largest magnitude seen.
 
     Returns:
-        Offsets and steps, (2, d) float32; a dimension that never varies has step 0.
+        Offsets and steps, (2, d) float32; a dimension that never varies says nothing of the vectors to come and gets
+        the range of a unit vector around its value, which stays exact.
 
     Raises:
         MiaError: If there is no vector.
@@ -68,7 +69,9 @@ def calibrate(vectors: np.ndarray) -> np.ndarray:
     if len(vectors) < _ENOUGH:
         most = max(-low.min(), high.max(), 0.0)
         low, high = np.full_like(low, -most), np.full_like(high, most)
-    return np.stack([low, (high - low) / _LEVELS]).astype(np.float32)
+    step = ((high - low) / _LEVELS).astype(np.float32)
+    unit = 2 / _LEVELS
+    return np.stack([np.where(step > 0, low, low - 128 * unit), np.where(step > 0, step, unit)]).astype(np.float32)
 
 
 def quantise(vectors: np.ndarray, ranges: np.ndarray) -> tuple[np.ndarray, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -23,8 +24,10 @@ from mia_serve.index.arguments import Metadata, check_chunks
 from mia_serve.index.manifest import (
     LOCK,
     MANIFEST,
+    DamagedManifest,
     FileEntry,
     Manifest,
+    generation_by_names,
     holds_only_leftovers,
     parse_manifest,
     read_manifest_bytes,
@@ -77,7 +80,8 @@ class IndexWriter:
         spec_hash: Hash of the encoder that makes the vectors.
         storage: "float32" (the default), "float16" or "int8".
         ranges: int8 ranges (2, d) of a new index as in Block; None: calibrated on the first vectors added.
-        replace: Start empty, with row 0; what is in the folder goes when the first commit is made.
+        replace: Start empty, with row 0; what is in the folder, an index with a damaged manifest too, goes when the
+            first commit is made.
         timeout: Seconds to wait for the lock.
 
     Raises:
@@ -180,7 +184,8 @@ class IndexWriter:
         names = check_strings(ids, "ids")
         unknown = next((name for name in names if name not in self._row_of), None)
         if unknown is not None or len(set(names)) != len(names):
-            what = f"id {unknown!r} is not in the index" if unknown is not None else "an id is given twice"
+            twice = Counter(names).most_common(1)[0][0]
+            what = f"id {unknown!r} is not in the index" if unknown is not None else f"id {twice!r} is given twice"
             raise MiaError(f"{what}: nothing was deleted; give ids of the index once each")
         with self._changing():
             self._bury(names)
@@ -253,10 +258,17 @@ class IndexWriter:
         self._clipped = self._quantised = self._generation = self._next_row = 0
         self._broken, self._changed = False, True
         manifest = None
-        if (self._path / MANIFEST).exists():
-            manifest = parse_manifest(self._path, read_manifest_bytes(self._path))
-            self._generation = manifest.generation
-        sweep(self._path, manifest)
+        try:
+            if (self._path / MANIFEST).exists():
+                manifest = parse_manifest(self._path, read_manifest_bytes(self._path))
+                self._generation = manifest.generation
+            sweep(self._path, manifest)
+        except DamagedManifest:
+            # Nothing says what it listed: all files stay until the commit, and new names come after theirs.
+            found = generation_by_names(self._path) if self._replace else None
+            if found is None:
+                raise
+            self._generation = found
         if manifest is None or self._replace:
             self._start()
         else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mia_serve.core.errors import MiaError
+from mia_serve.index.segment_writer import metadata_line
 
 _FIELDS = ("id", "text", "session")
 _FORM = '{"id", "text", "session"} and optionally {"metadata": {...}}'
@@ -65,14 +66,12 @@ def _lines(path: Path) -> Iterator[tuple[str, ChunkLine]]:
                 continue
             where = f"{path}:{number}"
             try:
-                raw = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_refuse)
-            except (ValueError, RecursionError):
+                raw = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError:
                 raise MiaError(f"{where}: not JSON in UTF-8; write one object a line") from None
+            except RecursionError:
+                raise MiaError(f"{where}: nested too deep; a chunk is {_FORM}") from None
             yield where, _chunk(raw, where)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _chunk(raw: object, where: str) -> ChunkLine:
@@ -93,4 +92,5 @@ def _chunk(raw: object, where: str) -> ChunkLine:
     metadata = raw.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise MiaError(f"{where}: 'metadata' is a {type(metadata).__name__}; it must be an object")
+    metadata_line(metadata, f"{where}: 'metadata'")  # as the index will, but before anything is encoded
     return ChunkLine(raw["id"], raw["text"], raw["session"], metadata)

@@ -6,13 +6,15 @@
     vectors.NAME.npy   (rows, d), one row a chunk or one row a session
 
 The folder is written beside its place and renamed into it, so that a writer that dies leaves what was there before.
-Files are named relative to the folder, which can be moved.
+Files are named relative to the folder, which can be moved. What else lies in it, under other names than these, is kept.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,11 @@ MANIFEST = "manifest.json"
 _CHUNKS = "chunks.parquet"
 _SESSIONS = "sessions.parquet"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_OURS = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(_CHUNKS)}|{re.escape(_SESSIONS)}|vectors\.{_NAME.pattern}\.npy")
 
 
 def save(mindscape: Mindscape, path: str | Path, vectors: Mapping[str, tuple[np.ndarray, str]] | None = None) -> None:
-    """Write a mindscape; an older one at the same place is replaced whole, or not at all.
+    """Write a mindscape; an older one at the same place is replaced whole, or not at all, other files there are kept.
 
     Args:
         mindscape: What to write.
@@ -49,10 +52,30 @@ def save(mindscape: Mindscape, path: str | Path, vectors: Mapping[str, tuple[np.
     for name, (array, spec_hash) in vectors.items():
         _check_vectors(mindscape, name, array, spec_hash)
     recover(path)
-    if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
-        raise MiaError(f"{path} exists and is not a mindscape: give a new folder, or remove it yourself")
+    check_replaceable(path)
     with write_aside(path) as aside:
         _write(mindscape, aside, vectors)
+        if path.is_dir():
+            _keep_others(path, aside)
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse a place that holds something else than a mindscape; a damaged one may be replaced.
+
+    Raises:
+        MiaError: It does.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    except OSError:
+        ours = False
+    except (ValueError, RecursionError):
+        ours = (path / _CHUNKS).is_file()
+    if not ours:
+        raise MiaError(f"{path} exists and is not a mindscape: give a new folder, or remove it yourself")
 
 
 def load(path: str | Path) -> Mindscape:
@@ -160,6 +183,21 @@ def _write(mindscape: Mindscape, folder: Path, vectors: Mapping[str, tuple[np.nd
         "files": files,
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _keep_others(old: Path, new: Path) -> None:
+    """Carry what is not the mindscape's from the old folder into the new one, by hard links where there are any."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    def ours(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if _OURS.fullmatch(name)] if Path(folder) == old else []
+
+    shutil.copytree(old, new, symlinks=True, ignore=ours, copy_function=link, dirs_exist_ok=True)
 
 
 def _open(path: str | Path) -> tuple[Path, dict[str, Any]]:

@@ -214,3 +214,13 @@ def test_a_reader_starts_again_when_a_commit_removes_its_files(tmp_path: Path, m
     before = 1000
     with pytest.raises(RuntimeError, match="commits while it was read: try again"):
         read_snapshot(folder)
+
+
+def test_metadata_as_deep_as_allowed_comes_back(tmp_path: Path) -> None:
+    deep: dict[str, object] = {}
+    for _ in range(99):
+        deep = {"a": deep}
+    wide = {"a": [{} for _ in range(500)], "b": "[{" * 500}
+    with IndexWriter(tmp_path / "i", DIM) as writer:
+        writer.add(*chunks(0, 2), [deep, wide])
+    assert [entry[2] for entry in contents(tmp_path / "i").values()] == [deep, wide]

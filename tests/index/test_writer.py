@@ -137,6 +137,13 @@ def test_many_small_commits_are_merged_and_a_large_segment_is_left_alone(
     assert found["c3055"][1:3] == ("s1018", {"i": 3055}) and found["c3056"][2] is None
 
 
+def nested(depth: int) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for _ in range(depth - 1):
+        value = {"a": value}
+    return value
+
+
 WRONG = {
     "an id that is there": (lambda w: w.add(["c0"], chunk_vectors(1), ["s"]), "'c0' .* already in the index"),
     "an id twice": (lambda w: w.add(["x", "x"], chunk_vectors(1, 2), ["s", "s"]), "'x' is given twice"),
@@ -154,8 +161,10 @@ WRONG = {
     "metadata of no object": (lambda w: w.add(["x"], chunk_vectors(1), ["s"], [[1]]), "not a dict with string keys"),
     "metadata of no JSON": (lambda w: w.upsert(["c0"], chunk_vectors(1), ["s"], [{"a": {1}}]), "position 0: not JSON"),
     "metadata of NaN": (lambda w: w.add(["x"], chunk_vectors(1), ["s"], [{"a": np.nan}]), "not JSON"),
+    "metadata that is too deep": (lambda w: w.add(["x"], chunk_vectors(1), ["s"], [nested(101)]), "more than 100 deep"),
+    "metadata that never ends": (lambda w: w.upsert(["x"], chunk_vectors(1), ["s"], [nested(99_999)]), "than 100 deep"),
     "an unknown id to delete": (lambda w: w.delete(["c0", "x"]), "'x' is not in the index: nothing was deleted"),
-    "an id to delete twice": (lambda w: w.delete(["c0", "c0"]), "given twice: nothing was deleted"),
+    "an id to delete twice": (lambda w: w.delete(["c1", "c0", "c0"]), "'c0' is given twice: nothing was deleted"),
 }
 
 
@@ -223,6 +232,31 @@ def test_other_folders_and_files_are_never_touched(tmp_path: Path) -> None:
     with IndexWriter(tmp_path / "i", DIM, replace=True):
         pass
     assert (tmp_path / "i" / "notes.txt").read_text() == "mine" and contents(tmp_path / "i") == {}
+
+
+@pytest.mark.parametrize("damage", ["{half", "", "[]", '{"kind": "mia-index", "format": 3}'])
+def test_an_index_with_a_damaged_manifest_is_replaced_at_the_commit(tmp_path: Path, damage: str) -> None:
+    build(tmp_path / "i")
+    with IndexWriter(tmp_path / "empty", DIM):
+        pass
+    for built in (tmp_path / "i", tmp_path / "empty"):
+        (built / "manifest.json").write_text(damage)
+        before = sorted(built.rglob("*"))
+        with pytest.raises(KeyError), IndexWriter(built, DIM, replace=True) as writer:
+            writer.add(*chunks(6, 9))
+            raise KeyError
+        assert set(before) <= set(built.rglob("*"))  # what a repair may still need
+        with IndexWriter(built, DIM, replace=True) as writer:
+            writer.add(*chunks(6, 9))
+        assert list(contents(built)) == ["c6", "c7", "c8"] and leftovers(built) == set()
+
+
+def test_a_foreign_folder_with_a_broken_manifest_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{half")
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(MiaError, match="not readable as JSON"), IndexWriter(tmp_path, DIM, replace=True):
+        pass
+    assert (tmp_path / "manifest.json").read_text() == "{half"
 
 
 def hold_lock(path: Path, ready) -> None:
@@ -317,6 +351,17 @@ def test_int8_begins_well_with_a_single_vector(tmp_path: Path) -> None:
             writer.add([f"c{i}" for i in range(50)], units, ["s"] * 50)
     stored = np.array([entry[3] for entry in contents(tmp_path / "i").values()])
     assert np.abs(stored[1:] - units).max() < 0.005
+
+
+@pytest.mark.parametrize("first", [np.zeros((1, 8)), np.zeros((300, 8)), np.full((300, 8), 0.25)])
+def test_int8_tells_vectors_apart_though_the_first_ones_are_all_alike(tmp_path: Path, first: np.ndarray) -> None:
+    later = np.eye(8) - 0.5
+    with IndexWriter(tmp_path / "i", 8, storage="int8") as writer:
+        writer.add([f"a{i}" for i in range(len(first))], first, ["s"] * len(first))
+        writer.add([f"b{i}" for i in range(8)], later, ["s"] * 8)
+    stored = np.array([entry[3] for entry in contents(tmp_path / "i").values()])
+    np.testing.assert_allclose(stored[: len(first)], first, atol=1e-6)
+    np.testing.assert_allclose(stored[len(first) :], later, atol=0.005)
 
 
 def test_int8_vectors_survive_being_stored_again() -> None:

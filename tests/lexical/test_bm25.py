@@ -280,3 +280,17 @@ def test_another_format_is_refused(saved):
 def test_nothing_there_is_file_not_found(tmp_path):
     with pytest.raises(FileNotFoundError, match="no BM25 index at"):
         BM25Index.load(tmp_path / "none")
+
+
+def test_only_a_bm25_index_is_replaced(saved, tmp_path):
+    index, path = saved
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    for place in (tmp_path / "mine", tmp_path / "mine" / "notes.txt"):
+        with pytest.raises(MiaError, match="exists and is no BM25 index"):
+            index.save(place)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep me"
+    (tmp_path / "empty").mkdir()
+    for place in (path, tmp_path / "empty"):
+        index.save(place)
+        assert BM25Index.load(place).ids == index.ids

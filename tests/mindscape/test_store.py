@@ -186,3 +186,33 @@ def test_a_manifest_of_another_shape_is_refused(change, two_books, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(MiaError, match="must each say"):
         Mindscape.load(tmp_path / "m")
+
+
+def test_what_else_lies_in_the_folder_is_kept(two_books, tmp_path):
+    path = tmp_path / "m"
+    two_books.save(path, {"e1": (vectors(), "abc")})
+    (path / "notes.txt").write_text("keep me")
+    (path / "index" / "deep").mkdir(parents=True)
+    (path / "index" / "deep" / "chunks.parquet").write_bytes(b"mine")
+    (path / "link").symlink_to("notes.txt")
+    (path / "dangling").symlink_to("nowhere")
+    for _ in range(2):
+        other().save(path)
+        assert Mindscape.load(path).chunks == other().chunks
+    assert (path / "notes.txt").read_text() == (path / "link").read_text() == "keep me"
+    assert (path / "index" / "deep" / "chunks.parquet").read_bytes() == b"mine"
+    assert os.readlink(path / "dangling") == "nowhere" and not (path / "vectors.e1.npy").exists()
+    assert os.listdir(tmp_path) == ["m"]
+
+
+def test_only_a_mindscape_is_replaced_even_a_damaged_one(two_books, tmp_path):
+    (tmp_path / "index").mkdir()
+    for manifest in ('{"kind": "mia-index", "format": 3}', "[]", "{half"):
+        (tmp_path / "index" / "manifest.json").write_text(manifest)
+        with pytest.raises(MiaError, match="exists and is not a mindscape"):
+            two_books.save(tmp_path / "index")
+        assert (tmp_path / "index" / "manifest.json").read_text() == manifest
+    two_books.save(tmp_path / "m")
+    (tmp_path / "m" / "manifest.json").write_text("{half")
+    two_books.save(tmp_path / "m")
+    assert Mindscape.load(tmp_path / "m").chunks == two_books.chunks
