@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mia_serve.core.errors import MiaError
 from mia_serve.index.blocks import VectorBlocks
-from mia_serve.index.store import Snapshot
+from mia_serve.index.manifest import MANIFEST
+from mia_serve.index.store import Snapshot, read_commit
 from mia_serve.index.table import ChunkTable
 from mia_serve.index.vectors import Storage, calibrate, decode
 from mia_serve.index.writer import IndexWriter
@@ -27,16 +29,30 @@ def read_contents(snapshot: Snapshot, device: torch.device) -> tuple[ChunkTable,
 
 
 def write_contents(
-    path: Path, table: ChunkTable, vectors: VectorBlocks, spec_hash: str | None, storage: Storage
-) -> int:
-    """Write the live chunks, with their row numbers, in place of what is in the folder; returns the generation.
+    path: Path, table: ChunkTable, vectors: VectorBlocks, spec_hash: str | None, storage: Storage, known: str | None
+) -> str:
+    """Write the live chunks, with their row numbers, in place of what is in the folder; returns the commit.
+
+    Args:
+        path: The folder.
+        table: The chunks.
+        vectors: Theirs.
+        spec_hash: Hash of the encoder.
+        storage: Of the saved vectors.
+        known: The commit that may be replaced, if there is one; None: any.
 
     Raises:
-        MiaError: If path is something else than an index, or a number does not fit the storage.
+        MiaError: If path is something else than an index, holds another commit than the known one, or a number does
+            not fit the storage.
         TimeoutError: If a writer is at work there.
     """
     ranges = _ranges(vectors, table.alive) if storage == "int8" else None
     with IndexWriter(path, vectors.dim, spec_hash=spec_hash, storage=storage, ranges=ranges, replace=True) as writer:
+        if known is not None and (path / MANIFEST).is_file() and read_commit(path) != known:
+            raise MiaError(
+                f"{path}: was changed since this index was loaded or saved, and saving would undo that: load it anew "
+                "and make the changes there, or save to another folder"
+            )
         first = 0
         for block in vectors.blocks:
             for start in range(0, len(block.data), _TALL):
@@ -53,7 +69,8 @@ def write_contents(
                 )
             first += len(block.data)
         writer.skip_rows(table.next_row)
-        return writer.commit()
+        writer.commit()
+        return read_commit(path)
 
 
 def _ranges(vectors: VectorBlocks, alive: np.ndarray) -> np.ndarray | None:

@@ -23,7 +23,7 @@ from mia_serve.index.persistence import read_contents, write_contents
 from mia_serve.index.pooling import Pooling
 from mia_serve.index.results import Hits, SessionHits, SessionScores
 from mia_serve.index.session_search import score_sessions, search_sessions
-from mia_serve.index.store import Snapshot, read_generation, read_snapshot
+from mia_serve.index.store import Snapshot, read_commit, read_snapshot
 from mia_serve.index.table import ChunkTable
 from mia_serve.index.vectors import Block, Storage, check_strings, check_vectors
 
@@ -74,7 +74,7 @@ class SessionIndex:
         else:
             self.device = resolve_device(device)
         self._path: Path | None = None
-        self._generation = 0
+        self._commit = ""
         self._unsaved = False
         self._contents = self._filled(ChunkTable(), VectorBlocks(dim, self.device))
 
@@ -308,12 +308,14 @@ class SessionIndex:
             storage: "float32"; "float16" or "int8" round the vectors of the saved index, not those of this one.
 
         Raises:
-            MiaError: If path is something else than an index, or a number does not fit float16.
+            MiaError: If path is something else than an index, is where this one was loaded from and was changed
+                since, or a number does not fit float16.
             TimeoutError: If a writer is at work there.
         """
-        contents = self._contents
-        generation = write_contents(Path(path), contents.table, contents.vectors, self.spec_hash, storage)
-        self._path, self._generation, self._unsaved = Path(path), generation, False
+        contents, target = self._contents, Path(path)
+        known = self._commit if self._path is not None and target.absolute() == self._path else None
+        self._commit = write_contents(target, contents.table, contents.vectors, self.spec_hash, storage, known)
+        self._path, self._unsaved = target.absolute(), False
 
     @classmethod
     def load(
@@ -358,19 +360,22 @@ class SessionIndex:
         """
         if self._path is None:
             raise MiaError("this index has no folder: reload is for an index that was loaded or saved")
-        if read_generation(self._path) == self._generation:
+        if read_commit(self._path) == self._commit:
             return False
         if self._unsaved:
             raise MiaError(f"{self._path}: has a newer state, but this index has unsaved changes: load it anew")
-        snapshot = read_snapshot(self._path, self.spec_hash, verify=False)
-        if snapshot.dim != self.dim:
-            raise MiaError(f"{self._path}: now holds vectors of dim {snapshot.dim}, not {self.dim}: load it anew")
+        snapshot = read_snapshot(self._path, verify=False)
+        if (snapshot.dim, snapshot.spec_hash) != (self.dim, self.spec_hash):
+            raise MiaError(
+                f"{self._path}: now holds vectors of dim {snapshot.dim} and encoder {snapshot.spec_hash}, not of "
+                f"{self.dim} and {self.spec_hash}: load it anew"
+            )
         self._take(self._path, snapshot)
         return True
 
     def _take(self, path: Path, snapshot: Snapshot) -> None:
         contents = self._filled(*read_contents(snapshot, self.device))
-        self._contents, self._path, self._generation, self._unsaved = contents, path, snapshot.generation, False
+        self._contents, self._path, self._commit, self._unsaved = contents, path.absolute(), snapshot.commit, False
 
     def _filled(self, table: ChunkTable, vectors: VectorBlocks) -> Contents:
         return Contents(table, vectors, FaissFlat(self.dim, self._gpu) if self.backend == "faiss" else None)

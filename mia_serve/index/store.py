@@ -70,6 +70,7 @@ class Snapshot(NamedTuple):
         storage: How they are stored.
         spec_hash: Hash of the encoder that made them; None if unknown.
         generation: Number of the commit.
+        commit: What `read_commit` gave at that time.
         next_row: Least row number that was never given.
         segments: By ascending rows, which do not overlap.
     """
@@ -78,6 +79,7 @@ class Snapshot(NamedTuple):
     storage: Storage
     spec_hash: str | None
     generation: int
+    commit: str
     next_row: int
     segments: tuple[Segment, ...]
 
@@ -112,7 +114,7 @@ def read_snapshot(path: str | Path, expected_spec_hash: str | None = None, verif
         manifest = parse_manifest(folder, raw)
         check_spec_hash(str(folder), manifest.spec_hash, expected_spec_hash)
         try:
-            return _read(folder, manifest, verify)
+            return _read(folder, manifest, hashlib.sha256(raw).hexdigest(), verify)
         except MiaError:
             if read_manifest_bytes(folder) == raw:
                 raise
@@ -128,6 +130,15 @@ def read_generation(path: str | Path) -> int:
     """
     folder = Path(path)
     return parse_manifest(folder, read_manifest_bytes(folder)).generation
+
+
+def read_commit(path: str | Path) -> str:
+    """Return a digest that tells one commit from any other, also of another index in the same folder.
+
+    Raises:
+        FileNotFoundError: If there is no index.
+    """
+    return hashlib.sha256(read_manifest_bytes(Path(path))).hexdigest()
 
 
 def check_spec_hash(what: str, found: str | None, expected: str | None) -> None:
@@ -216,11 +227,11 @@ def check_digest(path: Path, entry: FileEntry, found: str) -> None:
         raise MiaError(f"{path}: damaged or altered (its sha256 is not the manifest's): rebuild the index")
 
 
-def _read(folder: Path, manifest: Manifest, verify: bool) -> Snapshot:
+def _read(folder: Path, manifest: Manifest, commit: str, verify: bool) -> Snapshot:
     ranges = read_ranges(folder, manifest)
     segments = tuple(_read_segment(folder, manifest, segment, ranges, verify) for segment in manifest.segments)
     storage = cast(Storage, manifest.storage)
-    return Snapshot(manifest.dim, storage, manifest.spec_hash, manifest.generation, manifest.next_row, segments)
+    return Snapshot(manifest.dim, storage, manifest.spec_hash, manifest.generation, commit, manifest.next_row, segments)
 
 
 def _read_segment(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mia_serve.core import MiaError
 from mia_serve.index import SessionIndex
 from mia_serve.index.writer import IndexWriter
 from tests.index.reference import build, unit
@@ -112,3 +114,30 @@ def test_an_empty_index_is_saved_and_loaded(tmp_path: Path) -> None:
     SessionIndex(5, "torch", "cpu").save(tmp_path / "index", "int8")
     loaded = SessionIndex.load(tmp_path / "index", device="cpu")
     assert len(loaded) == 0 and loaded.dim == 5 and loaded.search(np.eye(2, 5), 3).ids == [[], []]
+
+
+def test_saving_never_undoes_what_another_saved_meanwhile(tmp_path: Path) -> None:
+    make().save(tmp_path / "i")
+    first, second = SessionIndex.load(tmp_path / "i", device="cpu"), SessionIndex.load(tmp_path / "i", device="cpu")
+    first.delete(["c0"])
+    first.save(tmp_path / "i")
+    second.delete(["c1"])
+    with pytest.raises(MiaError, match="changed since this index was loaded"):
+        second.save(tmp_path / "i")
+    second.save(tmp_path / "elsewhere")
+    assert "c0" not in SessionIndex.load(tmp_path / "i", device="cpu")
+    first.delete(["c2"])
+    first.save(tmp_path / "i")  # its own last state
+
+
+def test_reload_sees_an_index_that_was_built_anew(tmp_path: Path) -> None:
+    make().save(tmp_path / "i")
+    reader = SessionIndex.load(tmp_path / "i", device="cpu")
+    shutil.rmtree(tmp_path / "i")
+    make(rows=8).save(tmp_path / "i")
+    assert reader.reload() and len(reader) == 8
+    shutil.rmtree(tmp_path / "i")
+    build(unit(np.random.default_rng(0), 3, 6)).save(tmp_path / "i")  # of no known encoder
+    with pytest.raises(MiaError, match="load it anew"):
+        reader.reload()
+    assert len(reader) == 8
