@@ -86,7 +86,8 @@ def adaptive_alpha(lexical: np.ndarray, dense: np.ndarray, mask: np.ndarray | No
     this query, one with a single high score has a clear one. No constants, nothing fitted.
 
     It stands in for a tuned alpha where there are no questions with known answers to tune on. On LoCoMo with MiniLM
-    it does as well as leave-one-conversation-out, not better (no significant difference on any kind of index text),
+    it does as well as leave-one-conversation-out, not clearly better (Hit@1 +0.56 pp over turns, 95 % interval
+    [0.0, 1.14], one-sided p .034, two-sided .066; +0.15 pp with summaries and facts, [-0.43, 0.69], one-sided p .33),
     and little of that comes from telling queries apart: its mean as one fixed alpha does nearly the same. It reads the
     shape of the scores only, so it cannot know how good an encoder is: for one much stronger than MiniLM its
     alpha, near .6, is too high, and one tuned on labels wins.

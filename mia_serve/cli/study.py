@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -16,6 +17,7 @@ from mia_serve.cli.common import (
     cache_folder,
     check_apart,
     check_output,
+    check_outside,
     emit,
     load_encoder,
     progress,
@@ -24,7 +26,7 @@ from mia_serve.cli.common import (
 from mia_serve.core.errors import MiaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from mia_serve.core.cached_encoder import CachedEncoder
     from mia_serve.eval.conversations import ConversationBenchmark
@@ -95,7 +97,7 @@ def locomo(
         encoder, study, reranker, query_prefix, document_prefix, device, cache, n_boot, seed, json_to, per_query, trec,
         plots,
     )  # fmt: skip
-    _check(asked, {})
+    _check(asked, _locomo_files())
 
     from mia_serve.eval.conversations import load_locomo
 
@@ -140,7 +142,18 @@ def longmemeval(
     _run(asked, load_longmemeval(data, abstention=abstention, challenge=challenge, sample=sample, seed=seed))
 
 
-def _check(asked: _Asked, inputs: dict[str, str]) -> None:
+def _locomo_files() -> dict[str, Path]:
+    """Name every file that LoCoMo may be read from."""
+    from mia_serve.eval.conversations import AUDIT_FILE
+    from mia_serve.eval.datasets.base import DATA_SETTING
+    from mia_serve.eval.datasets.locomo import FILE
+
+    root = os.environ.get(DATA_SETTING)
+    names = [f"{name}{end}" for name in (FILE, AUDIT_FILE) for end in ("", ".gz")]
+    return {name: Path(root) / name for name in names} if root else {}
+
+
+def _check(asked: _Asked, inputs: Mapping[str, str | Path]) -> None:
     """Refuse what could not be done, before hours of work."""
     files = {"--json": asked.json_to, "--per-query": asked.per_query}
     for what, path in files.items():
@@ -149,16 +162,22 @@ def _check(asked: _Asked, inputs: dict[str, str]) -> None:
         raise ValueError("--per-query - : give a file; stdout is for the table or --json -")
     folders = {"--trec": asked.trec, "--plots": asked.plots}
     for what, path in folders.items():
+        if path is not None and path.strip() in ("", "-"):
+            raise MiaError(f"{what} {path!r} is no folder; give one")
         if path is not None and Path(path).exists() and not Path(path).is_dir():
             raise MiaError(f"{what} {path!r} is a file; give a folder")
         if path is not None and not Path(path).is_dir():
             check_output(path, what)
     check_apart(files | folders, inputs)
+    own = {what: None if path is None else Path(path) for what, path in folders.items()}
+    check_outside(files | {what: path for what, path in inputs.items() if Path(path).is_file()}, own)
     if asked.encoder is None:
         needs = {
             "--reranker": asked.reranker,
             "--query-prefix": asked.query_prefix,
             "--document-prefix": asked.document_prefix,
+            "--device": None if asked.device == "auto" else asked.device,
+            "--cache": asked.cache,
         }
         lone = next((what for what, value in needs.items() if value is not None), None)
         if lone is not None:
@@ -170,10 +189,14 @@ def _check(asked: _Asked, inputs: dict[str, str]) -> None:
 
 
 def _run(asked: _Asked, benchmark: ConversationBenchmark) -> None:
+    from mia_serve.core.names import resolve_folder
     from mia_serve.core.vector_cache import CacheReport
     from mia_serve.eval.study import RERANK_TOKENS, run_study
     from mia_serve.eval.study_tables import study_text
 
+    outputs = {"--json": asked.json_to, "--per-query": asked.per_query, "--trec": asked.trec, "--plots": asked.plots}
+    named = {"--encoder": asked.encoder, "--reranker": asked.reranker}
+    check_outside(outputs, {what: resolve_folder(name) for what, name in named.items() if name is not None})
     say, report = progress(), CacheReport()
     encoder = reranker = None
     models: dict[str, Any] = {}

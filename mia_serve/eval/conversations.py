@@ -17,7 +17,7 @@ import numpy as np
 
 from mia_serve.core import MiaError
 from mia_serve.eval.datasets import locomo
-from mia_serve.eval.datasets.base import data_file
+from mia_serve.eval.datasets.base import Source, data_file
 
 Evidence = Literal["strict", "all", "audit"]
 
@@ -25,8 +25,11 @@ Evidence = Literal["strict", "all", "audit"]
 #: question. The study (arXiv 2606.04194) read the mirror LIXINYI33/longmemeval-s, which has a file of that name too.
 LONGMEMEVAL_HUB = "xiaowu0162/longmemeval-cleaned"
 LONGMEMEVAL_FILE = "longmemeval_s_cleaned.json"
-_AUDIT_FILE = "locomo/audit_errors.json"
+AUDIT_FILE = "locomo/audit_errors.json"
+_AUDIT = Source("LoCoMo's audit", (), "github.com/dial481/locomo-audit, where it is errors.json")
 _STRICT_ID = re.compile(r"D(\d+):\d+")
+#: Line breaks, other control characters and halves of characters: an id with one would break tables and TREC files.
+_NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def load_locomo(
                 questions.append(Question(row.id, row.text, number, tuple(gold), sample.id, row.category))
             else:
                 dropped["without evidence" if not cited else "whose evidence is no single turn id"] += 1
-    reading = {"evidence": evidence, "speaker": speaker, "captions": captions}
+    reading = {"data": locomo.FILE, "evidence": evidence, "speaker": speaker, "captions": captions}
     return _checked(ConversationBenchmark("LoCoMo", tuple(conversations), tuple(questions), dropped, reading))
 
 
@@ -160,7 +163,8 @@ def load_longmemeval(
 ) -> ConversationBenchmark:
     """Load LongMemEval (Wu et al., ICLR 2025) in its original schema; every question has its own sessions.
 
-    Gold are the sessions of ``answer_session_ids``. A turn is ``role: content``.
+    Gold are the sessions of ``answer_session_ids`` that are among the question's own; ``partial_gold`` in ``reading``
+    counts the questions that name others too. A turn is ``role: content``.
 
     Args:
         data: A JSON file, or a data set of the hub (``owner/name``, or ``owner/name:FILE`` for another file than
@@ -212,7 +216,14 @@ def load_longmemeval(
         )
         for i, row in enumerate(kept)
     )
-    reading = {"data": data, "abstention": abstention, "challenge": challenge, "sample": sample, "seed": seed}
+    reading = {
+        "data": data,
+        "abstention": abstention,
+        "challenge": challenge,
+        "sample": sample,
+        "seed": seed,
+        "partial_gold": sum(not set(row["answer_session_ids"]) <= set(row["haystack_session_ids"]) for row in kept),
+    }
     return _checked(ConversationBenchmark("LongMemEval", conversations, questions, dropped, reading))
 
 
@@ -224,14 +235,14 @@ def _strict_sessions(evidence: Iterable[str]) -> list[str]:
 
 def _audit(data_dir: str | Path | None) -> dict[tuple[int, int], tuple[str, ...]]:
     """Read the audit's evidence: (number of the conversation, number of the question) -> turn ids."""
-    path = data_file(locomo.SOURCE, _AUDIT_FILE, data_dir)
+    path = data_file(_AUDIT, AUDIT_FILE, data_dir)
     try:
         return {
-            (int(found[1]), int(found[2])): tuple(row["correct_evidence"])
-            for row in json.loads(path.read_text(encoding="utf-8"))
+            (int(found[1]), int(found[2])): locomo.texts(row["correct_evidence"], "correct_evidence")
+            for row in locomo.read_json(path)
             if (found := re.fullmatch(r"locomo_(\d+)_qa(\d+)", row["question_id"]))
         }
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError) as error:
         raise MiaError(
             f"{path} is not the audit's errors.json ({error!r}); get it from dial481/locomo-audit"
         ) from error
@@ -262,7 +273,7 @@ def _longmemeval_path(data: str) -> Path:
 def _rows(path: Path) -> list[Any]:
     try:
         rows = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MiaError(f"{path} is not JSON ({error}); give LongMemEval's JSON file") from error
     if not isinstance(rows, list):
         raise MiaError(f"{path} holds a {type(rows).__name__}; LongMemEval's file is a list of questions")
@@ -282,6 +293,8 @@ def _row(row: Any, where: str) -> dict[str, Any]:
             found = "missing" if name not in row else f"{type(row[name]).__name__}, not {kind.__name__}"
             raise MiaError(f"{where}: field {name!r} is {found}; give the file in LongMemEval's original schema")
     sessions, dates = row["haystack_sessions"], row.get("haystack_dates") or []
+    if not isinstance(dates, list):
+        raise MiaError(f"{where}: field 'haystack_dates' is {type(dates).__name__}, not list; give one date a session")
     if len(sessions) != len(row["haystack_session_ids"]) or (dates and len(dates) != len(sessions)):
         raise MiaError(
             f"{where}: {len(sessions)} sessions, {len(row['haystack_session_ids'])} ids, {len(dates)} dates; "
@@ -291,8 +304,11 @@ def _row(row: Any, where: str) -> dict[str, Any]:
         raise MiaError(f"{where}: a session id is no string; give the file in LongMemEval's original schema")
     for session in sessions:
         turns = session if isinstance(session, list) else [None]
-        if not all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
-            raise MiaError(f"{where}: a session is no list of turns with role and content")
+        if not all(
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            for turn in turns
+        ):
+            raise MiaError(f"{where}: a session is no list of turns with role and content, both texts")
     return row
 
 
@@ -333,10 +349,39 @@ def _checked(benchmark: ConversationBenchmark) -> ConversationBenchmark:
             raise MiaError(f"{benchmark.name}: {what} id {twice!r} occurs twice; give every {what} its own")
     if all(len(q.gold) == len(benchmark.conversations[q.conversation].sessions) for q in benchmark.questions):
         raise MiaError(f"{benchmark.name}: every session is gold (an oracle file?), so that any ranking is right")
+    _check_written(benchmark)
     empty = next((question.id for question in benchmark.questions if not question.text.strip()), None)
     if empty is not None:
         raise MiaError(f"{benchmark.name}: question {empty!r} has no text; drop it or give its text")
     return benchmark
+
+
+def _check_written(benchmark: ConversationBenchmark) -> None:
+    """Refuse names and texts that could not be written to a file, or would break it."""
+    for question in benchmark.questions:
+        conversation = benchmark.conversations[question.conversation]
+        names = {"id": question.id, "conversation": conversation.id, "kind": question.category}
+        for what, name in names.items():
+            _check_name(name, f"{benchmark.name}, question {question.id!r}: its {what}")
+        _check_text(question.text, f"{benchmark.name}, question {question.id!r}: its text")
+    for conversation in benchmark.conversations:
+        for session in conversation.sessions:
+            where = f"{benchmark.name}, {conversation.id!r}"
+            _check_name(session.id, f"{where}: session id")
+            written = "\n".join((*session.turns, session.summary, *session.facts))
+            _check_text(written, f"{where}: text of session {session.id!r}")
+
+
+def _check_name(name: str, what: str) -> None:
+    if not name.strip() or _NOT_IN_NAMES.search(name):
+        raise MiaError(f"{what} {name!r} is empty or holds a control character; give one that can stand in a line")
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MiaError(f"{what} holds {text[error.start]!r}, half a character; write it whole or remove it") from None
 
 
 def _first_repeat(names: Sequence[str]) -> str | None:

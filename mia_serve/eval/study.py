@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mia_serve import fusion
+from mia_serve.core.errors import MiaError
 from mia_serve.eval.conversations import ConversationBenchmark
 from mia_serve.eval.study_report import Study
 from mia_serve.eval.study_scores import (
@@ -98,6 +99,8 @@ def run_study(
     say = progress or (lambda line: None)
     layout = Layout.of(benchmark)
     groups = fusion_groups(benchmark, folds, seed)
+    if encoder is not None:
+        _check_groups(benchmark, groups, layout)
     say("BM25")
     lexical = lexical_scores(benchmark, layout)
     methods = [Method("bm25", "BM25", "single", lexical)]
@@ -123,7 +126,7 @@ def run_study(
             methods += _summaries(benchmark, layout, vectors, groups, device)
         methods.append(Method("turns", "longest session first", "trivial", layout.turns.astype(np.float64)))
     say("metrics and intervals")
-    settings = _settings(benchmark, full, folds, n_boot, seed, reranker is not None)
+    settings = _settings(benchmark, full, len(set(groups)), n_boot, seed, reranker is not None)
     return summarise(
         benchmark,
         layout,
@@ -147,6 +150,16 @@ def fusion_groups(benchmark: ConversationBenchmark, folds: int = 5, seed: int = 
     part = np.empty(len(groups), np.int64)
     part[np.random.default_rng(seed).permutation(len(groups))] = np.arange(len(groups)) % count
     return [f"fold {number + 1}" for number in part]
+
+
+def _check_groups(benchmark: ConversationBenchmark, groups: Sequence[str], layout: Layout) -> None:
+    """Refuse a benchmark that leaves no questions to choose alpha on, before its texts are encoded."""
+    if len({group for group, valued in zip(groups, layout.valued, strict=True) if valued}) < 2:
+        raise MiaError(
+            f"{benchmark.name}, {benchmark.reading.get('data', 'as given')}: alpha is chosen on other conversations "
+            "than it is used on, so at least two of two or more sessions must have questions; give a file with more, "
+            "or no --encoder for BM25 alone"
+        )
 
 
 def fuse(

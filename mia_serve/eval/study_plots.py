@@ -9,6 +9,7 @@ import numpy as np
 
 from mia_serve.core.errors import MiaError
 from mia_serve.eval.study_report import Study
+from mia_serve.eval.study_tables import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,8 +77,9 @@ def _length(study: Study) -> Figure:
     for side, (key, means) in enumerate(
         (("early", [one.early for one in study.lengths]), ("max", [one.late for one in study.lengths]))
     ):
-        bars = axes.bar(places + 0.36 * (side - 0.5), means, 0.34, color=_COLOURS[key], label=_LABELS[key])
-        axes.bar_label(bars, [f"{mean:.3f}"[1:] if mean < 1 else "1" for mean in means], fontsize=7, color=_QUIET)
+        heights = np.array(means, float)  # NaN, so no bar, where there is no mean
+        bars = axes.bar(places + 0.36 * (side - 0.5), heights, 0.34, color=_COLOURS[key], label=_LABELS[key])
+        axes.bar_label(bars, [number(mean, 3) for mean in means], fontsize=7, color=_QUIET)
     axes.set_xticks(places, [f"{one.turns}\n{one.gap.n:,} questions" for one in study.lengths])
     axes.set_xlabel("turns of the longest gold session", fontsize=8, color=_QUIET)
     axes.legend(frameon=False, fontsize=8, labelcolor=_INK, loc="upper left")
@@ -88,7 +90,7 @@ def _length(study: Study) -> Figure:
 def _categories(study: Study) -> Figure:
     rows = [row for row in study.rows if row.key in _COLOURS]
     kinds = study.benchmark["categories"]
-    figure, axes = _axes(1.6 + 1.2 * len(kinds), 3.8)
+    figure, axes = _axes(max(6.4, 1.6 + 1.2 * len(kinds)), 3.8)  # as wide as the legend
     places, width = np.arange(len(kinds)), 0.8 / len(rows)
     for side, row in enumerate(rows):
         found = [row.categories[kind] for kind in kinds]
@@ -99,7 +101,8 @@ def _categories(study: Study) -> Figure:
             places + width * (side - (len(rows) - 1) / 2), means, 0.92 * width, yerr=error, color=_COLOURS[row.key],
             error_kw={"elinewidth": 0.8, "ecolor": _INK}, label=_LABELS[row.key],
         )  # fmt: skip
-    names = [kind.replace("-", "-\n", 1) if len(kind) > 14 else kind for kind in kinds]
+    shown = [kind if len(kind) <= 28 else f"{kind[:27]}…" for kind in kinds]
+    names = [kind.replace("-", "-\n", 1) if len(kind) > 14 else kind for kind in shown]
     axes.set_xticks(places, [f"{name}\n{count:,}" for name, count in zip(names, kinds.values(), strict=True)])
     axes.legend(frameon=False, fontsize=8, labelcolor=_INK, ncols=len(rows), loc="upper left")
     axes.margins(y=0.18)

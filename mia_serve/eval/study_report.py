@@ -47,11 +47,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class LengthGap:
-    """Hold what late interaction gains over the mean vector for questions of one length of gold session."""
+    """Hold what late interaction gains over the mean vector for questions of one length of gold session.
+
+    Its means are None where no question has a value.
+    """
 
     turns: str
-    late: float
-    early: float
+    late: float | None
+    early: float | None
     gap: Interval
 
 

@@ -49,6 +49,11 @@ class Layout:
     gold: np.ndarray
     turns: np.ndarray
 
+    @property
+    def valued(self) -> np.ndarray:
+        """Tell which questions have a Hit@1, (Q,) bool: the first of one session is right by construction."""
+        return self.present.sum(axis=1) > 1
+
     @classmethod
     def of(cls, benchmark: ConversationBenchmark) -> Layout:
         """Lay out a benchmark."""

@@ -102,7 +102,15 @@ def summarise(
     for method in methods:
         metrics = {name: cluster_bootstrap(values(method.key, name), groups, **boot) for name in SESSION_METRICS}
         rows.append(
-            Row(method.key, method.label, method.section, metrics, by_kind[method.key], method.chosen, _spread(method))
+            Row(
+                method.key,
+                method.label,
+                method.section,
+                metrics,
+                by_kind[method.key],
+                method.chosen,
+                _spread(method, layout),
+            )
         )
     keys = {method.key for method in methods}
     differences = tuple(
@@ -112,13 +120,13 @@ def summarise(
     )
     fused = next((method for method in methods if method.key == "bm25+max"), None)
     return Study(
-        benchmark=_benchmark_facts(benchmark, kinds),
+        benchmark=_benchmark_facts(benchmark, layout, kinds),
         settings=settings,
         models=models,
         rows=tuple(rows),
         differences=differences,
         lengths=_lengths(benchmark, values, groups, boot) if {"early", "max"} <= keys else (),
-        curve=None if fused is None or fused.hits is None else _curve(fused, groups),
+        curve=None if fused is None or fused.hits is None else _curve(fused, groups, layout),
         chance=_chance(benchmark),
         refused=_refused(questions),
         versions=versions,
@@ -127,10 +135,11 @@ def summarise(
     )
 
 
-def _spread(method: Method) -> dict[str, float] | None:
+def _spread(method: Method, layout: Layout) -> dict[str, float] | None:
     if method.alpha is None:
         return None
-    return {name: float(getattr(method.alpha, name)()) for name in ("mean", "min", "max")}
+    alphas = method.alpha[layout.valued]
+    return {name: float(getattr(alphas, name)()) for name in ("mean", "min", "max")}
 
 
 def _question_results(
@@ -194,22 +203,19 @@ def _lengths(
         late, early = values("max", "hit@1", members), values("early", "hit@1", members)
         gap = paired_bootstrap(late, early, [groups[row] for row in members], sides=1, **boot)
         turns = f"{fewest}+" if most is None else f"{fewest}-{most}"
-        gaps.append(LengthGap(turns, _mean(late) or 0.0, _mean(early) or 0.0, gap))
+        gaps.append(LengthGap(turns, _mean(late), _mean(early), gap))
     return tuple(gaps)
 
 
-def _curve(fused: Method, groups: Sequence[str]) -> Curve:
+def _curve(fused: Method, groups: Sequence[str], layout: Layout) -> Curve:
     assert fused.hits is not None
-    member = np.asarray(groups)
-    of_group = {name: fused.hits[member == name].mean(axis=0) for name in dict.fromkeys(groups)}
-    by_group = {name: tuple(map(float, hits)) for name, hits in of_group.items()}
+    hits, member = fused.hits[layout.valued], np.asarray(groups)[layout.valued]
+    by_group = {name: tuple(map(float, hits[member == name].mean(axis=0))) for name in dict.fromkeys(member.tolist())}
     # One question a group makes no curve.
-    return Curve(
-        fusion.ALPHAS, tuple(map(float, fused.hits.mean(axis=0))), by_group if len(by_group) < len(groups) else {}
-    )
+    return Curve(fusion.ALPHAS, tuple(map(float, hits.mean(axis=0))), by_group if len(by_group) < len(member) else {})
 
 
-def _benchmark_facts(benchmark: ConversationBenchmark, kinds: dict[str, list[int]]) -> dict[str, Any]:
+def _benchmark_facts(benchmark: ConversationBenchmark, layout: Layout, kinds: dict[str, list[int]]) -> dict[str, Any]:
     sessions = [len(conversation.sessions) for conversation in benchmark.conversations]
     turns = [len(session.turns) for conversation in benchmark.conversations for session in conversation.sessions]
     gold = [len(question.gold) for question in benchmark.questions]
@@ -221,7 +227,7 @@ def _benchmark_facts(benchmark: ConversationBenchmark, kinds: dict[str, list[int
         "sessions": {"total": sum(sessions), "min": min(sessions), "max": max(sessions)},
         "turns": {"total": sum(turns), "min_per_session": min(turns), "max_per_session": max(turns)},
         "gold_sessions": {"1": gold.count(1), "2": gold.count(2), "3+": sum(n > 2 for n in gold), "max": max(gold)},
-        "categories": {kind: len(members) for kind, members in kinds.items()},
+        "categories": {kind: int(layout.valued[members].sum()) for kind, members in kinds.items()},
         "groups": len({question.group for question in benchmark.questions}),
     }
 

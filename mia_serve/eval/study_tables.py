@@ -190,6 +190,11 @@ def _notes(study: Study) -> list[str]:
             "* reproduction only: a sum over turns favours long sessions by ln(T)/10, so no index offers it; "
             "log-mean-exp does not."
         )
+    partial = settings["reading"].get("partial_gold", 0)
+    if partial:
+        notes.append(
+            f"{partial} question(s) name gold sessions that are not among their sessions; recall is of those that are."
+        )
     for metric, count in study.refused.items():
         notes.append(f"{LABELS[metric]} leaves out {count} question(s) with no more sessions than its cutoff.")
     return [line for note in notes for line in textwrap.wrap(note, WIDTH, break_on_hyphens=False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections import Counter
@@ -81,7 +82,9 @@ def test_locomo_strict_evidence_rejects_strings_of_several_ids(locomo_dir: Path)
     ]  # fmt: skip
     audited = load_locomo("audit", data_dir=locomo_dir)
     assert [(q.text, q.gold) for q in audited.questions] == [("one?", (1,)), ("packed?", (0, 1)), ("bait?", (1,))]
-    assert audited.reading == {"evidence": "audit", "speaker": True, "captions": False}
+    assert audited.reading == {
+        "data": "locomo/locomo10.json", "evidence": "audit", "speaker": True, "captions": False,
+    }  # fmt: skip
 
 
 def test_locomo_turns_without_speaker_and_with_captions(locomo_dir: Path) -> None:
@@ -95,8 +98,8 @@ def test_locomo_bad_files(locomo_dir: Path) -> None:
     with pytest.raises(MiaError, match="evidence is 'loose'; allowed: strict, all, audit"):
         load_locomo("loose", data_dir=locomo_dir)  # type: ignore[arg-type]
     file = locomo_dir / "locomo" / "locomo10.json"
-    for content in ("{oops", '{"a": 1}', '[{"sample_id": "c"}]', "[3]"):
-        file.write_text(content)
+    for content in ("{oops", '{"a": 1}', '[{"sample_id": "c"}]', "[3]", "[" * 100_000, "\xff"):
+        file.write_bytes(content.encode("latin-1"))
         with pytest.raises(MiaError, match=r"locomo10\.json is not LoCoMo's file"):
             load_locomo(data_dir=locomo_dir)
     file.write_text(json.dumps([locomo_sample() | {"qa": []}]))
@@ -104,6 +107,35 @@ def test_locomo_bad_files(locomo_dir: Path) -> None:
         load_locomo(data_dir=locomo_dir)
     with pytest.raises(FileNotFoundError, match=r"get it from github\.com/snap-research/locomo"):
         load_locomo(data_dir=locomo_dir / "locomo")
+    (locomo_dir / "locomo" / "audit_errors.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"get it from github\.com/dial481/locomo-audit"):
+        load_locomo("audit", data_dir=locomo_dir)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("qa", [{"question": "one?", "evidence": [5], "category": 4}], "evidence of question 'c1:q0' is int, not text"),
+        ("qa", [{"question": "one?", "evidence": "D1:1", "category": 4}], "is str, not a list"),
+        ("qa", [{"question": 7, "evidence": ["D1:1"], "category": 4}], "question 'c1:q0' is int, not text"),
+        ("session_summary", {"session_1_summary": ["x"]}, "c1, session 1: its summary is list"),
+        ("conversation", {"session_1": [{"speaker": "A", "dia_id": "D1:1", "text": None}]}, "text is NoneType"),
+        ("conversation", {"session_1": [3], "session_01": [3]}, "c1, session 1 is there twice"),
+    ],
+)
+def test_locomo_malformed_parts(locomo_dir: Path, part: str, change: Any, message: str) -> None:
+    file = locomo_dir / "locomo" / "locomo10.json"
+    file.write_text(json.dumps([locomo_sample() | {part: change}]))
+    with pytest.raises(MiaError, match=rf"locomo10\.json is not LoCoMo's file .*{message}"):
+        load_locomo(data_dir=locomo_dir)
+
+
+def test_locomo_reads_gzipped_files(locomo_dir: Path) -> None:
+    plain = load_locomo("audit", data_dir=locomo_dir)
+    for file in list((locomo_dir / "locomo").iterdir()):
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    assert load_locomo("audit", data_dir=locomo_dir) == plain
 
 
 @needs_data
@@ -195,6 +227,13 @@ def test_longmemeval_abstention_challenge_and_sample(lme) -> None:
         load_longmemeval(data, challenge=True, sample=9)
 
 
+def test_longmemeval_counts_questions_that_lack_some_of_their_gold(lme) -> None:
+    rows = [lme_row(i, ["x", f"answer_{i}"], [f"answer_{i}"]) for i in range(3)]
+    rows[1]["answer_session_ids"].append("elsewhere")
+    benchmark = load_longmemeval(lme(*rows))
+    assert benchmark.reading["partial_gold"] == 1 and benchmark.questions[1].gold == (1,)
+
+
 def test_longmemeval_file_of_s_and_oracle_together(lme) -> None:
     data = lme(lme_row(1, ["x", "answer_1"], ["answer_1"]), lme_row(1, ["answer_1"], ["answer_1"]))
     with pytest.raises(MiaError, match="'q1' occurs twice; in a file of S and oracle together use --challenge"):
@@ -215,7 +254,19 @@ def test_evl_07_longmemeval_oracle_alone_says_nothing(lme) -> None:
         ({"haystack_session_ids": ["a", 3]}, "a session id is no string"),
         ({"haystack_sessions": ["text", []]}, "a session is no list of turns"),
         ({"haystack_sessions": [[{"role": "user"}], []]}, "a session is no list of turns"),
+        ({"haystack_sessions": [[{"role": "user", "content": None}], []]}, "role and content, both texts"),
+        ({"haystack_dates": 7}, "question 0: field 'haystack_dates' is int, not list"),
+        ({"haystack_dates": "ab"}, "'haystack_dates' is str, not list"),
         ({"question": " "}, "'q1' has no text"),
+        ({"question": "a\ud800"}, r"question 'q1': its text holds '\\ud800', half a character"),
+        (
+            {"haystack_sessions": [[], [{"role": "user", "content": "\udfff"}]]},
+            r"'q1': text of session 'answer_1' holds",
+        ),
+        ({"question_id": ""}, "question '': its id '' is empty"),
+        ({"question_id": "\ud800"}, r"its id '\\ud800' is empty or holds a control character"),
+        ({"question_type": "a\nb"}, r"question 'q1': its kind 'a\\nb'"),
+        ({"haystack_session_ids": ["\x1b[31m", "answer_1"]}, r"'q1': session id '\\x1b\[31m'"),
     ],
 )
 def test_longmemeval_bad_rows(lme, change: dict, message: str) -> None:
@@ -230,9 +281,10 @@ def test_longmemeval_bad_files(lme, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(MiaError, match="holds a dict; LongMemEval's file is a list"):
         load_longmemeval(str(tmp_path / "x.json"))
-    (tmp_path / "x.json").write_text("[1")
-    with pytest.raises(MiaError, match="is not JSON"):
-        load_longmemeval(str(tmp_path / "x.json"))
+    for content in ("[1", "[" * 100_000):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(MiaError, match="is not JSON"):
+            load_longmemeval(str(tmp_path / "x.json"))
     for name in ("no/file.json", "/nowhere/file", "nothing"):
         with pytest.raises(FileNotFoundError, match="no such file; give LongMemEval's JSON file, or a data set"):
             load_longmemeval(name)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import sys
+import warnings
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -364,9 +366,46 @@ def test_evl_07_evl_09_a_cutoff_that_sessions_cannot_hold_has_no_value() -> None
     json.dumps(found.to_dict(), allow_nan=False)
 
 
+def test_one_session_says_nothing_anywhere() -> None:
+    # Its first session is gold whatever the ranking: it enters no mean, no curve, no count.
+    base = own_haystacks(12)
+    short = replace(base.conversations[0], sessions=(ChatSession("S0", ("A: boat",) * 30, ()),))
+    asked = (replace(base.questions[0], gold=(0,), category="lonely"), *base.questions[1:])
+    benchmark = replace(base, conversations=(short, *base.conversations[1:]), questions=asked)
+    found = run_study(benchmark, BagEncoder(), full=True, n_boot=10)
+    assert found.refused["hit@1"] == 1
+    assert found.curve.everywhere[-1] == pytest.approx(found.row("bm25").metrics["hit@1"].mean)
+    assert found.curve.everywhere[0] == pytest.approx(found.row("max").metrics["hit@1"].mean)
+    assert found.row("adaptive").alpha["mean"] == pytest.approx(
+        np.mean([q.alphas["adaptive"] for q in found.questions[1:]])
+    )
+    assert {kind: value.n for kind, value in found.row("bm25").categories.items()} == found.benchmark["categories"]
+    assert found.benchmark["categories"]["lonely"] == 0
+    (empty,) = [one for one in found.lengths if one.turns == "26+"]
+    assert (empty.late, empty.early, empty.gap.n) == (None, None, 0)
+    assert re.search(r"26\+ +0 +n/a +n/a +n/a", study_text(found))
+    json.dumps(found.to_dict(), allow_nan=False)
+    study_plots(found)
+
+
+def test_a_report_tells_folds_that_were_used_and_gold_that_is_missing() -> None:
+    benchmark = replace(own_haystacks(12), reading={"partial_gold": 2})
+    found = run_study(benchmark, BagEncoder(), folds=50, n_boot=10)
+    assert "12-fold" in found.settings["alpha"]["chosen_by"]
+    assert "2 question(s) name gold sessions that are not among their sessions" in study_text(found)
+
+
+class NoEncoder(BagEncoder):
+    """An encoder that must not be asked."""
+
+    def encode_documents(self, texts: list[str]) -> np.ndarray:
+        raise AssertionError("encoded")
+
+
 def test_one_conversation_cannot_choose_its_own_alpha() -> None:
-    with pytest.raises(MiaError, match="at least two"):
-        run_study(toy(1), BagEncoder(), n_boot=10)
+    for benchmark in (toy(1), own_haystacks(1)):
+        with pytest.raises(MiaError, match=r"lme\.json: alpha is chosen on other .* at least two .* no --encoder"):
+            run_study(replace(benchmark, reading={"data": "lme.json"}), NoEncoder(), n_boot=10)
     assert "no interval can be given" in study_text(run_study(toy(1), n_boot=10))
 
 
@@ -405,6 +444,15 @@ def test_pictures_and_the_hint_without_matplotlib(study: Study, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MiaError, match="pip install matplotlib"):
         study_plots(study)
+
+
+def test_pictures_of_small_data_are_drawn_without_warnings() -> None:
+    benchmark = small([("ferry",), ("boat",), ("clock",)], [("boat", (1,)), ("clock", (2,))])
+    benchmark = replace(benchmark, questions=tuple(replace(q, category="kind " * 50) for q in benchmark.questions))
+    found = run_study(benchmark, BagEncoder(), full=True, n_boot=10, models={"encoder": {"name": "folder/" * 20}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set(study_plots(found)) == {"alpha.png", "categories.png", "length.png"}
 
 
 def test_the_table_fits_a_terminal(study: Study) -> None:

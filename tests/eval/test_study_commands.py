@@ -58,7 +58,9 @@ def test_command_locomo_writes_everything(run, locomo_files: Path, tiny_bert: Pa
     assert record["models"]["encoder"]["query_prefix"] == "query: "
     assert record["models"]["encoder"]["document_prefix"] == ""
     assert len(record["models"]["encoder"]["weights_sha256"]["model.safetensors"]) == 64
-    assert record["settings"]["reading"] == {"evidence": "strict", "speaker": True, "captions": False}
+    assert record["settings"]["reading"] == {
+        "data": "locomo/locomo10.json", "evidence": "strict", "speaker": True, "captions": False,
+    }  # fmt: skip
     assert record["texts"]["encoded"] > 0 and record["versions"]["numpy"]
     lines = [json.loads(line) for line in out["q.jsonl"].read_text().splitlines()]
     assert [line["id"] for line in lines] == [f"{c}:q{i}" for c in ("c1", "c2") for i in (0, 2, 4)]
@@ -115,6 +117,13 @@ def test_command_longmemeval(run, tmp_path: Path, tiny_bert: Path) -> None:
         (("locomo", "--trec", "/nowhere/x/y"), "its folder does not exist"),
         (("locomo", "--plots", __file__), "is a file; give a folder"),
         (("locomo", "--trec", "same", "--plots", "same"), "is the file of"),
+        (("locomo", "--trec", "same", "--json", "same/bm25.run"), "its folder does not exist"),
+        (("locomo", "--trec", ".", "--json", "bm25.run"), "is in --trec '.'"),
+        (("locomo", "--plots", ".", "--per-query", "alpha.png"), "is in --plots '.'"),
+        (("locomo", "--trec", "-"), "--trec '-' is no folder"),
+        (("locomo", "--plots", ""), "--plots '' is no folder"),
+        (("locomo", "--device", "cpu"), "--device without --encoder"),
+        (("locomo", "--cache", "off"), "--cache without --encoder"),
         (("longmemeval", "--data", "nothing.json"), "no such file"),
         (("longmemeval", "--sample", "0"), "--sample"),
     ],
@@ -123,6 +132,27 @@ def test_command_wrong_use(run, options: tuple[str, ...], message: str, monkeypa
     monkeypatch.chdir(tmp_path)
     code, _, err = run(*options)
     assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_commands_never_write_over_what_they_read(run, locomo_files: Path, tiny_bert: Path) -> None:
+    data = locomo_files / "data" / "locomo"
+    qrels = locomo_files / "qrels.txt"
+    qrels.write_text(json.dumps([lme_row(i, ["x", f"answer_{i}"], [f"answer_{i}"]) for i in range(3)]))
+    linked = locomo_files / "linked.json"
+    linked.symlink_to(data / "locomo10.json")
+    for options in (
+        ("locomo", "--json", data / "locomo10.json"),
+        ("locomo", "--json", linked),
+        ("locomo", "--per-query", data / "audit_errors.json"),
+        ("locomo", "--encoder", tiny_bert, "--json", tiny_bert / "config.json"),
+        ("locomo", "--encoder", tiny_bert, "--plots", tiny_bert),
+        ("locomo", "--encoder", locomo_files, "--reranker", tiny_bert, "--json", tiny_bert / "config.json"),
+        ("longmemeval", "--data", qrels, "--trec", locomo_files),
+    ):
+        files = {file: file.read_bytes() for file in (*data.iterdir(), *tiny_bert.iterdir(), qrels)}
+        code, _, err = run(*options)
+        assert code == 2 and "give " in err and "Traceback" not in err, options
+        assert files == {file: file.read_bytes() for file in (*data.iterdir(), *tiny_bert.iterdir(), qrels)}
 
 
 @needs_data

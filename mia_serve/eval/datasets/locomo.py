@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import re
@@ -107,35 +108,70 @@ def read_samples(data_dir: str | Path | None = None, *, speaker: bool = True, ca
     """
     path = data_file(SOURCE, FILE, data_dir)
     try:
-        return [_sample(raw, speaker, captions) for raw in json.loads(path.read_text(encoding="utf-8"))]
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        return [_sample(raw, speaker, captions) for raw in read_json(path)]
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise MiaError(f"{path} is not LoCoMo's file ({error!r}): get it from {SOURCE.origin}") from error
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file, gzipped if its name ends in `.gz`.
+
+    Raises:
+        TypeError: It is not JSON, or nested too deeply to be read.
+    """
+    raw = path.read_bytes()
+    try:
+        return json.loads(gzip.decompress(raw) if path.name.endswith(".gz") else raw)
+    except (ValueError, RecursionError) as error:
+        raise TypeError(f"not JSON: {error}") from error
+
+
+def texts(given: Any, what: str) -> tuple[str, ...]:
+    """Return a list of texts as a tuple.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(given, list):
+        raise TypeError(f"{what} is {type(given).__name__}, not a list")
+    return tuple(_text(one, f"one of {what}") for one in given)
+
+
+def _text(given: Any, what: str) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"{what} is {type(given).__name__}, not text")
+    return given
+
+
 def _sample(raw: dict[str, Any], speaker: bool, captions: bool) -> Sample:
-    conversation, name = raw["conversation"], raw["sample_id"]
+    conversation, name = raw["conversation"], _text(raw["sample_id"], "sample_id")
     # Dates are given for more sessions than there are; only keys that hold turns are sessions.
     numbers = sorted(int(key[8:]) for key in conversation if re.fullmatch(r"session_\d+", key) and conversation[key])
     sessions, facts = [], []
     for number in numbers:
-        turns = conversation[f"session_{number}"]
+        turns, where = conversation[f"session_{number}"], f"{name}, session {number}"
+        if numbers.count(number) > 1:
+            raise TypeError(f"{where} is there twice")
         sessions.append(
             ConversationSession(
                 id=f"S{number}",
-                turns=tuple(_turn_text(turn, speaker, captions) for turn in turns),
-                summary=raw["session_summary"].get(f"session_{number}_summary", ""),
-                turn_ids=tuple(turn["dia_id"] for turn in turns),
-                date=conversation.get(f"session_{number}_date_time", ""),
+                turns=tuple(_turn_text(turn, speaker, captions, where) for turn in turns),
+                summary=_text(raw["session_summary"].get(f"session_{number}_summary", ""), f"{where}: its summary"),
+                turn_ids=tuple(_text(turn["dia_id"], f"{where}: a dia_id") for turn in turns),
+                date=_text(conversation.get(f"session_{number}_date_time", ""), f"{where}: its date"),
             )
         )
         observed = raw.get("observation", {}).get(f"session_{number}_observation", {})
-        facts.append(tuple(fact[0] for of_speaker in observed.values() for fact in of_speaker))
+        told = [fact[0] for of_speaker in observed.values() for fact in of_speaker]
+        facts.append(texts(told, f"{where}: its observations"))
     questions = tuple(_question(f"{name}:q{i}", row) for i, row in enumerate(raw["qa"]))
     return Sample(name, tuple(sessions), tuple(facts), questions)
 
 
-def _turn_text(turn: dict[str, Any], speaker: bool, captions: bool) -> str:
-    text = f"{turn['speaker']}: {turn['text']}" if speaker else str(turn["text"])
+def _turn_text(turn: dict[str, Any], speaker: bool, captions: bool, where: str) -> str:
+    text = _text(turn["text"], f"{where}: a turn's text")
+    if speaker:
+        text = f"{_text(turn['speaker'], f'{where}: a speaker')}: {text}"
     return f"{text} [image: {turn['blip_caption']}]" if captions and turn.get("blip_caption") else text
 
 
@@ -144,4 +180,5 @@ def _question(name: str, row: dict[str, Any]) -> SampleQuestion:
     if category is None:
         raise MiaError(f"locomo, question {name!r}: category {row['category']} is none of 1 to 5")
     answer = "" if category == "adversarial" else str(row.get("answer", ""))
-    return SampleQuestion(name, row["question"], category, answer, tuple(row.get("evidence", ())))
+    evidence = texts(row.get("evidence", []), f"the evidence of question {name!r}")
+    return SampleQuestion(name, _text(row["question"], f"question {name!r}"), category, answer, evidence)
