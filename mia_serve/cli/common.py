@@ -197,8 +197,10 @@ def check_outside(outputs: Mapping[str, str | Path | None], folders: Mapping[str
     for what, path in outputs.items():
         if path is None or str(path) == "-":
             continue
+        # A link is replaced where it lies, not where it points to: both places count.
+        places = [Path(os.path.realpath(path)), Path(os.path.realpath(Path(path).parent), Path(path).name)]
         for other, folder in folders.items():
-            if folder is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            if folder is not None and any(place.is_relative_to(os.path.realpath(folder)) for place in places):
                 raise MiaError(
                     f"{what} {str(path)!r} is in {other} {str(folder)!r}; give a file elsewhere, so that nothing of it "
                     "is overwritten"

@@ -10,9 +10,9 @@ import numpy as np
 
 from mia_serve.cli.common import progress
 from mia_serve.core.cached_encoder import CachedEncoder
+from mia_serve.index.chunk_lines import ChunkLine, check_chunk_lines, read_chunk_lines
 from mia_serve.index.writer import IndexWriter
 from mia_serve.mindscape import Chunk, Mindscape
-from mia_serve.mindscape.chunk_lines import ChunkLine, check_chunk_lines, read_chunk_lines
 from mia_serve.mindscape.vectors import stored_vectors
 
 #: Chunks, or characters of them, that are read, encoded and written at once: all that is held of texts and vectors.
