@@ -135,9 +135,7 @@ def search(
     ] = None,
     encoder: Annotated[
         str | None,
-        typer.Option(
-            help="E2; the mindscape's encoder, without E2, by default. With --index: the one that made it, always needed."
-        ),
+        typer.Option(help="E2; the mindscape's encoder, without E2, by default. With --index: the one that made it."),
     ] = None,
     e1: Annotated[
         str | None, typer.Option("--e1", help="E1; what the checkpoint of --encoder names by default.")

@@ -93,7 +93,7 @@ def read_manifest_bytes(folder: Path) -> bytes:
         return (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
-            f"{folder}: no index here (no {MANIFEST}); make one with `mia-serve index build`, SessionIndex.save or IndexWriter"
+            f"{folder}: no index here (no {MANIFEST}); make one with `mia-serve index build` or IndexWriter"
         ) from None
 
 
