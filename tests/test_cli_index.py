@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import resource
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mia_serve.cli import index_sources, main
+from mia_serve.cli import index_sources
 from mia_serve.core import Encoder
 from mia_serve.index import SessionIndex
 from mia_serve.index.store import read_generation
 from mia_serve.index.writer import IndexWriter
+from tests.conftest import Ran, Run
 
 WORDS = ["ferryman", "lamps", "quay", "ledger", "floor", "key", "clock", "village", "boat", "night"]
 ROWS: list[dict[str, Any]] = [
@@ -33,43 +33,11 @@ ROWS: list[dict[str, Any]] = [
 QUERY = "the lamps of the quay"
 
 
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def record(self) -> dict[str, Any]:
-        assert self.code == 0, self.err
-        return json.loads(self.out)
-
-    @property
-    def refusal(self) -> str:
-        """The one line of an error, for which nothing was printed."""
-        assert self.code and not self.out, self
-        assert self.err.startswith("error: ") and self.err.count("\n") == 1, self.err
-        return self.err
-
-
-Run = Callable[..., Ran]
-
-
 @pytest.fixture
-def mia(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def mia(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run a command with a vector cache of the test's own."""
     monkeypatch.setenv("MIA_CACHE", str(tmp_path / "cache"))
-
-    def call(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["mia-serve", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        text = capsys.readouterr()
-        return Ran(code, text.out, text.err)
-
-    return call
+    return run
 
 
 def write(path: Path, rows: Sequence[object]) -> Path:

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mia_serve.cli import main
 from mia_serve.eval.conversations import load_locomo
 from mia_serve.eval.metrics import SESSION_METRICS
 from mia_serve.eval.study import run_study
 
 from ..conftest import MINILM
 from .test_conversations import lme_row, locomo_sample, needs_data
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["mia-serve", "eval", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        text = capsys.readouterr()
-        return code, text.out, text.err
-
-    return call
 
 
 @pytest.fixture
@@ -51,7 +33,7 @@ def test_command_locomo_writes_everything(run, locomo_files: Path, tiny_bert: Pa
     out = {name: locomo_files / name for name in ("o.json", "q.jsonl", "trec", "plots", "cache")}
     command = ("locomo", "--encoder", tiny_bert, "--study", "--n-boot", 20, "--cache", out["cache"])
     files = ("--json", out["o.json"], "--per-query", out["q.jsonl"], "--trec", out["trec"], "--plots", out["plots"])
-    code, table, err = run(*command, *files, "--query-prefix", "query: ")
+    code, table, err = run("eval", *command, *files, "--query-prefix", "query: ")
     assert code == 0, err
     assert "BM25 ⊕ late, max" in table and "query prefix 'query: '" in table
     record = json.loads(out["o.json"].read_text())
@@ -67,9 +49,9 @@ def test_command_locomo_writes_everything(run, locomo_files: Path, tiny_bert: Pa
     assert set(lines[0]["scores"]["bm25"]) == set(SESSION_METRICS)
     assert (out["trec"] / "bm25+max.run").is_file() and (out["plots"] / "alpha.png").is_file()
     # The vectors are known now; those of an encoder with other prefixes are not.
-    code, table, _ = run(*command, "--query-prefix", "query: ", "--json", "-")
+    code, table, _ = run("eval", *command, "--query-prefix", "query: ", "--json", "-")
     assert code == 0 and json.loads(table)["texts"]["encoded"] == 0
-    code, table, _ = run(*command, "--json", "-")
+    code, table, _ = run("eval", *command, "--json", "-")
     again = json.loads(table)
     assert again["texts"]["encoded"] == record["texts"]["encoded"]
     assert again["models"]["encoder"]["spec_hash"] != record["models"]["encoder"]["spec_hash"]
@@ -82,7 +64,7 @@ def test_command_locomo_re_ranks(run, locomo_files: Path, tiny_bert: Path) -> No
     config = BertConfig.from_pretrained(tiny_bert, num_labels=1)
     BertForSequenceClassification(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(folder)
-    code, out, err = run("locomo", "--encoder", tiny_bert, "--reranker", folder, "--n-boot", 20, "--json", "-")
+    code, out, err = run("eval", "locomo", "--encoder", tiny_bert, "--reranker", folder, "--n-boot", 20, "--json", "-")
     assert code == 0, err
     record = json.loads(out)
     assert {"fixed", "reranked"} <= {row["key"] for row in record["rows"]}
@@ -95,6 +77,7 @@ def test_command_longmemeval(run, tmp_path: Path, tiny_bert: Path) -> None:
     data = tmp_path / "lme.json"
     data.write_text(json.dumps(rows))
     code, table, err = run(
+        "eval",
         "longmemeval", "--data", data, "--encoder", tiny_bert, "--sample", 5, "--folds", 2, "--n-boot", 20,
         "--cache", "off", "--json", "-",
     )  # fmt: skip
@@ -103,7 +86,7 @@ def test_command_longmemeval(run, tmp_path: Path, tiny_bert: Path) -> None:
     assert record["benchmark"]["questions"] == 5 and record["benchmark"]["dropped"] == {"not in the sample": 1}
     assert set(next(r for r in record["rows"] if r["key"] == "bm25+max")["chosen"]) == {"fold 1", "fold 2"}
     assert record["texts"]["encoded"] < 5 * 8  # x, y and z are in every question's haystack
-    assert run("longmemeval", "--data", data, "--json", data)[0] == 2
+    assert run("eval", "longmemeval", "--data", data, "--json", data)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -130,7 +113,7 @@ def test_command_longmemeval(run, tmp_path: Path, tiny_bert: Path) -> None:
 )
 def test_command_wrong_use(run, options: tuple[str, ...], message: str, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, err = run(*options)
+    code, _, err = run("eval", *options)
     assert code == 2 and message in err and "Traceback" not in err
 
 
@@ -150,7 +133,7 @@ def test_commands_never_write_over_what_they_read(run, locomo_files: Path, tiny_
         ("longmemeval", "--data", qrels, "--trec", locomo_files),
     ):
         files = {file: file.read_bytes() for file in (*data.iterdir(), *tiny_bert.iterdir(), qrels)}
-        code, _, err = run(*options)
+        code, _, err = run("eval", *options)
         assert code == 2 and "give " in err and "Traceback" not in err, options
         assert files == {file: file.read_bytes() for file in (*data.iterdir(), *tiny_bert.iterdir(), qrels)}
 
@@ -209,7 +192,7 @@ MINILM_SUMMARY_ROWS = {
 @needs_data
 @pytest.mark.timeout(900)  # encodes 8,693 texts
 def test_locomo_minilm_rows_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
-    code, out, err = run("locomo", "--encoder", MINILM, "--study", "--json", "-")
+    code, out, err = run("eval", "locomo", "--encoder", MINILM, "--study", "--json", "-")
     assert code == 0, err
     rows = {row["key"]: row for row in json.loads(out)["rows"]}
     for key, wanted in MINILM_ROWS.items():
