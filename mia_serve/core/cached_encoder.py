@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,11 @@ class CachedEncoder(Encoder):
         self._plain = encoder
         self._opened: dict[Role, VectorCache] = {}
 
+    @cached_property
+    def spec_hash(self) -> str:
+        """Return the encoder's hash, which reads all weights, taken once."""
+        return self._plain.spec_hash
+
     def encode_documents(self, texts: Sequence[str], out: np.ndarray | None = None) -> np.ndarray:
         """Encode documents, as :meth:`Encoder.encode_documents`."""
         vectors = self._embed_texts(texts, "document")
@@ -53,5 +59,5 @@ class CachedEncoder(Encoder):
 
     def _embed_texts(self, texts: Sequence[str], role: Role) -> np.ndarray:
         if self.cache is not None and role not in self._opened:
-            self._opened[role] = VectorCache(self.cache, encoder_facts(self._plain, role))
+            self._opened[role] = VectorCache(self.cache, encoder_facts(self, role))
         return embed_texts(self._plain, texts, role, self._opened.get(role), self.report)
