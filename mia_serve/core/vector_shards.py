@@ -203,8 +203,9 @@ class VectorCache:
         for name in small.keys() - {made}:
             (self.folder / name).unlink(missing_ok=True)
         for left in self.folder.glob(".*.tmp"):
-            if time.time() - left.stat().st_mtime > _ABANDONED:
-                left.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # its writer was alive and has renamed it meanwhile
+                if time.time() - left.stat().st_mtime > _ABANDONED:
+                    left.unlink()
 
     def _place(self, path: Path, content: Iterable[bytes]) -> None:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

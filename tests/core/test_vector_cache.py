@@ -181,6 +181,18 @@ def test_many_small_shards_become_one_and_a_dead_writers_file_goes(tmp_path: Pat
     assert (out[1] == [3, -3, 6, 1]).all()
 
 
+def test_a_file_that_another_writer_renames_meanwhile_stops_no_merge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = VectorCache(tmp_path, FACTS)
+    (cache.folder / ".gone.shard.0.tmp").symlink_to("renamed")  # listed, and not there when it is looked at
+    for i in range(40):
+        cache.add([f"text {i}"], numbered(range(i, i + 1)))
+    assert not capsys.readouterr().err
+    assert len(list(cache.folder.glob("*.shard"))) < 10
+    assert known(tmp_path, range(40))[0] == list(range(40))
+
+
 def test_a_cache_that_cannot_be_written_costs_one_line(
     tiny: Encoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
