@@ -1,4 +1,4 @@
-"""What a generator is shown: instruction, summary or signature, chunks, question, and how to answer.
+"""What a generator is shown: instruction, summary or signature, evidence, chunks, question, and how to answer.
 
 The order and the content of the blocks are those of MiA-RAG (arXiv 2512.17220, figures 17 to 22), the words are ours.
 Training builds its examples with the same function, so a generator is served what it was trained on.
@@ -17,6 +17,7 @@ TASKS: tuple[Task, ...] = get_args(Task)
 
 SUMMARY_HEADER = "## Book Summary:"
 SIGNATURE_HEADER = "## Global signature (session summaries):"
+EVIDENCE_HEADER = "## Facts found so far:"
 
 _RULES: dict[Task, str] = {
     "free": "Answer with one phrase, as short as it can be and still be right. Do not explain.",
@@ -30,6 +31,12 @@ _RULES: dict[Task, str] = {
         "<explanation>why, in at most one paragraph</explanation><answer>TRUE or FALSE</answer>."
     ),
 }
+_CITE: dict[Task, str] = {
+    "free": "After the phrase, name the passages that show it, such as [P2].",
+    "choice": "In the reasoning, name the passages that show it, such as [P2].",
+    "letter": "After the letter, name the passages that show it, such as [P2].",
+    "claim": "In the explanation, name the passages that show it, such as [P2].",
+}
 
 
 def build_prompt(
@@ -39,6 +46,8 @@ def build_prompt(
     summary: str | None = None,
     signature: Sequence[str] | None = None,
     options: Sequence[str] | None = None,
+    evidence: Sequence[str] | None = None,
+    numbered: bool = False,
 ) -> list[dict[str, str]]:
     """Lay out the prompt of one question as chat messages.
 
@@ -54,6 +63,8 @@ def build_prompt(
         summary: Summary of the whole book.
         signature: Summaries of the sessions in σ.
         options: For ``choice`` and ``letter``: the texts of the options, which are lettered from A.
+        evidence: Facts that an agent has gathered, shown as [E1], [E2], … between signature and chunks.
+        numbered: Show the chunks as [P1], [P2], … and ask to cite them. No generator is trained with this.
 
     Returns:
         A system message (the instruction) and a user message.
@@ -61,12 +72,17 @@ def build_prompt(
     Raises:
         MiaError: Unknown task, no question, summary and signature at once, or options that do not fit the task.
     """
-    _check(task, question, summary, signature, options)
+    _check(task, question, summary, signature, options, evidence)
     context = [SUMMARY_HEADER, summary] if summary else []
     if signature:
         context = [SIGNATURE_HEADER, *(f"[S{i}] {text}" for i, text in enumerate(signature, start=1))]
     blocks = ["\n".join(context)] if context else []
+    if evidence:
+        blocks.append("\n".join([EVIDENCE_HEADER, *(f"[E{i}] {fact}" for i, fact in enumerate(evidence, start=1))]))
     rule = _RULES[task]
+    if numbered and chunks:
+        chunks = [f"[P{i}] {text}" for i, text in enumerate(chunks, start=1)]
+        rule = f"{rule} {_CITE[task]}"
     if task == "claim":
         if chunks:
             blocks.append("<context>\n" + "\n\n".join(chunks) + "\n</context>")
@@ -82,21 +98,30 @@ def build_prompt(
             blocks.append("## Options:\n" + "\n".join(f"{x}. {text}" for x, text in zip(letters, options, strict=True)))
     blocks.append(rule)
     return [
-        {"role": "system", "content": _instruction(bool(summary), bool(signature), bool(chunks))},
+        {"role": "system", "content": _instruction(summary, signature, evidence, chunks)},
         {"role": "user", "content": "\n\n".join(blocks)},
     ]
 
 
-def _instruction(summary: bool, signature: bool, chunks: bool) -> str:
+def _instruction(
+    summary: str | None, signature: Sequence[str] | None, evidence: Sequence[str] | None, chunks: Sequence[str]
+) -> str:
     sources = ["the summary of the book"] if summary else []
     sources += ["the summaries of the sessions that matter here"] if signature else []
+    sources += ["the facts found so far"] if evidence else []
     sources += ["the relevant passages"] if chunks else []
-    given = f" Go by {' and '.join(sources)} below." if sources else ""
+    listed = ", ".join(sources[:-1]) + " and " + sources[-1] if len(sources) > 1 else "".join(sources)
+    given = f" Go by {listed} below." if sources else ""
     return f"You are a helpful assistant who answers questions about a book accurately.{given}"
 
 
 def _check(
-    task: str, question: str, summary: str | None, signature: Sequence[str] | None, options: Sequence[str] | None
+    task: str,
+    question: str,
+    summary: str | None,
+    signature: Sequence[str] | None,
+    options: Sequence[str] | None,
+    evidence: Sequence[str] | None,
 ) -> None:
     if task not in TASKS:
         raise MiaError(f"task={task!r}: allowed are {', '.join(map(repr, TASKS))}")
@@ -106,6 +131,8 @@ def _check(
         raise MiaError("summary and signature are both given: both tell of the whole book, so give one of them")
     if isinstance(signature, str):
         raise MiaError("signature is one string: give a list of summaries, or the string as summary")
+    if isinstance(evidence, str):
+        raise MiaError("evidence is one string: give a list of facts")
     wanted = task in ("choice", "letter")
     if wanted and not (options and 2 <= len(options) <= len(ascii_uppercase)):
         raise MiaError(f"task={task!r} needs options: give 2 to {len(ascii_uppercase)} texts")

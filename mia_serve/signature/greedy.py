@@ -25,12 +25,15 @@ class Selection(NamedTuple):
         gains: Marginal gain of F at each pick, (B, k), 0 where padded; they sum to value.
         terms: f_Q, f_C, f_D of the chosen set, (B, 3).
         value: F of the chosen set, (B,).
+        pick_terms: Marginal f_Q, f_C, f_D at each pick, unweighted, (B, k, 3), 0 where padded; they sum to terms, and
+            with their weights to gains.
     """
 
     indices: torch.Tensor
     gains: torch.Tensor
     terms: torch.Tensor
     value: torch.Tensor
+    pick_terms: torch.Tensor
 
 
 @torch.no_grad()
@@ -77,7 +80,7 @@ def select_signature(
 
     indices = torch.full((batch, k), -1, dtype=torch.int64, device=device)
     gains = torch.zeros((batch, k), dtype=dtype, device=device)
-    terms = torch.zeros((batch, 3), dtype=dtype, device=device)
+    pick_terms = torch.zeros((batch, k, 3), dtype=dtype, device=device)
     covered = torch.zeros((batch, chunks), dtype=dtype, device=device)  # max over σ of s⁺(c, h)
     overlap = torch.zeros((batch, units), dtype=dtype, device=device)  # sum over σ of s⁺(h, h')
     closed = ~sims.pool_mask
@@ -94,11 +97,12 @@ def select_signature(
         live = ~closed[rows, pick]  # False once a pool is used up
         indices[:, step] = torch.where(live, pick, -1)
         gains[:, step] = torch.where(live, gain[rows, pick], 0)
-        terms += parts[rows, pick] * live[:, None]
+        pick_terms[:, step] = parts[rows, pick] * live[:, None]
         covered = torch.maximum(covered, sims.cover[rows, :, pick] * live[:, None])
         overlap = overlap + sims.unit[rows, pick] * live[:, None]
         closed[rows, pick] = True
-    return Selection(indices, gains, terms, weighted_sum(terms, lambdas))
+    terms = pick_terms.sum(dim=1)
+    return Selection(indices, gains, terms, weighted_sum(terms, lambdas), pick_terms)
 
 
 def select_sessions(

@@ -21,6 +21,8 @@ class Signature:
         gains: Marginal gain of each pick, in order of selection; empty where nothing was maximised.
         terms: f_Q, f_C, f_D and the value of the set, or None.
         mode: How it was made: "coverage", "first_k", "global_summary" or "given".
+        pick_terms: Marginal f_Q, f_C, f_D of each pick, unweighted: they sum to those of the set, and with their
+            weights to the gains. Empty where nothing was maximised, and in records older than this field.
     """
 
     session_ids: tuple[str, ...]
@@ -28,6 +30,7 @@ class Signature:
     gains: tuple[float, ...] = ()
     terms: dict[str, float] | None = None
     mode: str = "given"
+    pick_terms: tuple[tuple[float, float, float], ...] = ()
 
     @property
     def text(self) -> str:
@@ -42,24 +45,29 @@ class Signature:
             "gains": list(self.gains),
             "terms": None if self.terms is None else dict(self.terms),
             "mode": self.mode,
+            "pick_terms": [list(terms) for terms in self.pick_terms],
         }
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Signature:
-        """Rebuild a signature from to_dict's output.
+        """Rebuild a signature from to_dict's output; ``pick_terms`` may be missing.
 
         Raises:
-            ValueError: If keys are missing or unknown.
+            ValueError: If keys are missing or unknown, or a pick has other than three terms.
         """
-        known = {"session_ids", "texts", "gains", "terms", "mode"}
-        if set(record) != known:
+        known = {"session_ids", "texts", "gains", "terms", "mode", "pick_terms"}
+        if set(record) | {"pick_terms"} != known:
             raise MiaError(f"signature record has keys {sorted(record)}: expected {sorted(known)}")
+        picks = [tuple(float(term) for term in terms) for terms in record.get("pick_terms", ())]
+        if any(len(terms) != 3 for terms in picks):
+            raise MiaError(f"signature record has pick_terms {picks}: expected three numbers a pick")
         return cls(
             session_ids=tuple(record["session_ids"]),
             texts=tuple(record["texts"]),
             gains=tuple(float(g) for g in record["gains"]),
             terms=record["terms"],
             mode=record["mode"],
+            pick_terms=tuple((q, c, d) for q, c, d in picks),
         )
 
     @classmethod

@@ -72,6 +72,41 @@ He counted them twice.
 Answer TRUE only if the whole statement is true, and FALSE if any part of it is not. Reply in the form \
 <explanation>why, in at most one paragraph</explanation><answer>TRUE or FALSE</answer>."""
 
+EVIDENCE = """\
+## Global signature (session summaries):
+[S1] He counts.
+
+## Facts found so far:
+[E1] There are nine lamps.
+[E2] 灯丢了一盏。
+
+## Relevant Contexts:
+[P1] One lamp was missing.
+
+[P2] He counted them twice.
+
+## Question:
+What was missing?
+
+Answer with one phrase, as short as it can be and still be right. Do not explain. After the phrase, name the passages \
+that show it, such as [P2]."""
+
+CLAIM_EVIDENCE = """\
+## Facts found so far:
+[E1] There are nine lamps.
+
+<context>
+[P1] One lamp was missing.
+</context>
+
+<statement>The ferryman took the lamp.</statement>
+
+<question>Going by the context, is the statement TRUE or FALSE?</question>
+
+Answer TRUE only if the whole statement is true, and FALSE if any part of it is not. Reply in the form \
+<explanation>why, in at most one paragraph</explanation><answer>TRUE or FALSE</answer>. In the explanation, name the \
+passages that show it, such as [P2]."""
+
 CHUNKS = ["One lamp was missing.", "He counted them twice."]
 SUMMARY = "A ferryman loses a lamp."
 
@@ -100,6 +135,27 @@ SUMMARY = "A ferryman loses a lamp."
             LETTER,
         ),
         ({"task": "claim", "question": "The ferryman took the lamp.", "chunks": CHUNKS, "summary": SUMMARY}, CLAIM),
+        (
+            {
+                "task": "free",
+                "question": "What was missing?",
+                "chunks": CHUNKS,
+                "signature": ["He counts."],
+                "evidence": ["There are nine lamps.", "灯丢了一盏。"],
+                "numbered": True,
+            },
+            EVIDENCE,
+        ),
+        (
+            {
+                "task": "claim",
+                "question": "The ferryman took the lamp.",
+                "chunks": CHUNKS[:1],
+                "evidence": ["There are nine lamps."],
+                "numbered": True,
+            },
+            CLAIM_EVIDENCE,
+        ),
     ],
 )
 def test_each_task_reads_as_written_here(arguments: dict[str, Any], user: str) -> None:
@@ -119,6 +175,12 @@ def test_each_task_reads_as_written_here(arguments: dict[str, Any], user: str) -
         ({}, " Go by the relevant passages below."),
         ({"summary": SUMMARY, "chunks": []}, " Go by the summary of the book below."),
         ({"chunks": []}, ""),
+        ({"chunks": [], "evidence": ["a"]}, " Go by the facts found so far below."),
+        (
+            {"signature": ["a"], "evidence": ["b"]},
+            " Go by the summaries of the sessions that matter here, the facts found so far and the relevant passages "
+            "below.",
+        ),
     ],
 )
 def test_the_instruction_names_what_follows_and_nothing_else(given: dict[str, Any], go_by: str) -> None:
@@ -128,6 +190,11 @@ def test_the_instruction_names_what_follows_and_nothing_else(given: dict[str, An
     assert ("## Book Summary:" in turn["content"]) == ("summary" in given)
 
 
+def test_without_evidence_and_numbers_a_prompt_is_what_generators_were_trained_on() -> None:
+    for extra in ({}, {"evidence": None}, {"evidence": []}, {"numbered": False}):
+        assert build_prompt("free", "What was missing?", CHUNKS, SUMMARY, **extra)[1]["content"] == FREE
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -135,6 +202,7 @@ def test_the_instruction_names_what_follows_and_nothing_else(given: dict[str, An
         ({"question": "  "}, "question is empty"),
         ({"summary": "s", "signature": ["t"]}, "give one of them"),
         ({"signature": "one text"}, "give a list of summaries"),
+        ({"evidence": "one text"}, "give a list of facts"),
         ({"task": "choice"}, "needs options"),
         ({"task": "letter", "options": ["only one"]}, "2 to 26"),
         ({"options": ["a", "b"]}, "has no options"),

@@ -74,6 +74,20 @@ def test_gains_do_not_increase_and_sum_to_the_value(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.gains.sum(dim=1), found.value)
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_terms_of_each_pick_are_those_of_the_growing_set(weights) -> None:
+    query, cover, unit = make_inputs(4, 5, 6, 9)
+    found = select_signature(query, cover, unit, 8, weights)
+    before = torch.zeros(5, 3, dtype=torch.float64)
+    for size in range(1, 9):
+        terms = set_function_value(query, cover, unit, found.indices[:, :size], k=8, weights=weights).terms
+        torch.testing.assert_close(found.pick_terms[:, size - 1], terms - before, atol=1e-12, rtol=0)
+        before = terms
+    assert not found.pick_terms[:, 6:].any()  # the pool is used up
+    torch.testing.assert_close(found.pick_terms.sum(dim=1), found.terms, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found.pick_terms @ torch.tensor(weights, dtype=torch.float64), found.gains)
+
+
 def test_first_picks_by_hand() -> None:
     query = torch.tensor([[0.9, 0.8, 0.1]])
     cover = torch.tensor([[[0.9, 0.9, 0.0], [0.8, 0.8, 0.1], [0.0, 0.0, 0.9]]])

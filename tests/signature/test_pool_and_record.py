@@ -35,11 +35,19 @@ def test_wrong_sessions_are_refused(sessions: torch.Tensor) -> None:
 
 
 def test_record_survives_json() -> None:
-    record = Signature(("b", "a"), ("text a", "山 text b"), (0.5, 0.25), {"value": 0.75}, "coverage")
+    picks = ((0.1, 0.5, 0.2), (0, 0.25, 0.2))
+    record = Signature(("b", "a"), ("text a", "山 text b"), (0.5, 0.25), {"value": 0.75}, "coverage", picks)
     assert Signature.from_dict(json.loads(json.dumps(record.to_dict()))) == record
     assert record.text == "text a\n山 text b"
     with pytest.raises(ValueError, match="expected"):
         Signature.from_dict({"texts": []})
+    with pytest.raises(ValueError, match="three numbers a pick"):
+        Signature.from_dict(record.to_dict() | {"pick_terms": [[0.5, 0.25]]})
+
+
+def test_records_from_before_the_terms_of_picks_are_read() -> None:
+    older = {"session_ids": ["a"], "texts": ["t"], "gains": [0.5], "terms": {"value": 0.5}, "mode": "coverage"}
+    assert Signature.from_dict(older) == Signature(("a",), ("t",), (0.5,), {"value": 0.5}, "coverage", ())
 
 
 def test_from_texts() -> None:

@@ -1,0 +1,172 @@
+"""The answer in a generator's reply: read tolerantly, never run, and None where there is none to read."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from string import ascii_uppercase
+from typing import Any
+
+from mia_serve.rag.prompts import Task
+
+_TRIED = 20  # braces of a reply at which an object is looked for, so that no reply takes long
+_MARK = re.compile(r"\[([^\[\]]{1,80})\]")  # what may be a mark such as [P3], or [P1, P4]
+_NUMBERS = re.compile(r"[Pp][0-9]{1,4}(?:\s*[,;、，–-]\s*[Pp]?[0-9]{1,4}|\s+[Pp][0-9]{1,4})*")
+
+_LABEL = re.compile(
+    r"(?:the\s+)?(?:(?:final|short|correct|best)\s+)?answer(?:\s+is)?\s*[:：]\s*|(?:最终|正确)?(?:答案|回答|答)[是为]?\s*[:：]\s*",
+    re.IGNORECASE,
+)
+_BULLET = re.compile(r"[-#>•*]+\s+|</?answer>\s*", re.IGNORECASE)
+_QUOTES = {'"': '"', "'": "'", "`": "`", "“": "”", "‘": "’", "「": "」", "『": "』", "《": "》"}
+
+_QUOTED_KEY = re.compile(r"""["']answer["']\s*:\s*(.{0,200})""", re.IGNORECASE)
+_SAID = re.compile(r"(?:\banswer\s*(?:is|:)|答案\s*(?:是|为|:)|选择?)[\s:*\"'(]*([A-Z])(?![A-Za-z0-9_])", re.IGNORECASE)
+_LEADING = re.compile(r"[\s\"'(\[*]*(?:option\s+)?([A-Za-z])(?:\s*[\"')\].,:、。*]|\s*\Z)", re.IGNORECASE)
+_LONE = re.compile(r"(?<![A-Za-z0-9_'])[A-Z](?![A-Za-z0-9_'])")
+_ARTICLE = re.compile(r"A\s+(?!(?:is|was|and|or|as|because|since|seems|fits|must|would)\b)[a-z]|I\s+[a-z]")
+
+_VERDICT = re.compile(r"<answer>[\s*\"'.]*(true|false)[\s*\"'.]*(?:</answer>|\Z)", re.IGNORECASE)
+_FINAL = re.compile(r"(?:(\bor|\band|\bnot|\bnever|n't|/)\s*)?\b(true|false)\b[\s\W]*\Z", re.IGNORECASE)
+_FIRST = re.compile(r"\W*(?:answer\W+)?(true|false)\b", re.IGNORECASE)
+
+
+def read_answer(task: Task, reply: str, n_options: int = 0) -> str | None:
+    """Read the answer out of a reply.
+
+    Reasoning between ``<think>`` and ``</think>`` is passed over. No string makes it fail.
+
+    Args:
+        task: How the question was to be answered.
+        reply: What the model replied.
+        n_options: Options that there were, for ``choice`` and ``letter``.
+
+    Returns:
+        ``free``: the phrase, without label, quotes, fence and marks such as [P3]. ``choice`` and ``letter``: the
+        option's letter, by the JSON field ``answer``, else by what is called the answer, else the last letter of an
+        option that stands alone. ``claim``: "TRUE" or "FALSE", by the last ``<answer>`` that holds one of them, else by
+        the word that the reply ends in (or, where the other one does not occur, begins with). None: there is no answer
+        to read, which counts as a wrong one.
+    """
+    text = _without_thought(reply)
+    if task == "free":
+        return _phrase(text)
+    # Full-width letters and colons, as Chinese replies have them, become plain ones.
+    text = unicodedata.normalize("NFKC", text).strip()
+    if task == "claim":
+        return _verdict(text)
+    return _letter(text, ascii_uppercase[: max(0, n_options)])
+
+
+def citations(reply: str, passage_ids: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids of the passages that a reply cites by marks such as [P3] or [P1, P4], in its order.
+
+    Marks of passages that were not shown are passed over.
+
+    Args:
+        reply: What the model replied.
+        passage_ids: Ids of the passages shown as [P1], [P2], …
+    """
+    cited: list[str] = []
+    for mark in _MARK.findall(_without_thought(reply)):
+        if _NUMBERS.fullmatch(mark.strip()):
+            numbers = [int(number) for number in re.findall(r"[0-9]+", mark)]
+            cited += [passage_ids[number - 1] for number in numbers if 1 <= number <= len(passage_ids)]
+    return tuple(dict.fromkeys(cited))
+
+
+def _without_thought(reply: str) -> str:
+    text = reply.rpartition("</think>")[2]
+    return text.partition("<think>")[0]  # a thought that never ended leaves nothing behind it
+
+
+def _phrase(text: str) -> str | None:
+    for record in _objects(text):
+        found = _field(record)
+        if isinstance(found, str) and found.strip():
+            text = found
+            break
+    for line in text.splitlines():
+        if not line.strip().startswith("```") and (phrase := _bare(line)):
+            return phrase
+    return None
+
+
+def _bare(line: str) -> str:
+    """Take marks, emphasis, labels and quotes off a line, however they are nested."""
+    line = _MARK.sub(lambda mark: "" if _NUMBERS.fullmatch(mark[1].strip()) else mark[0], line)
+    line = line.replace("**", "").replace("</answer>", "").strip()
+    while True:
+        before = line
+        for what in (_BULLET, _LABEL):
+            if found := what.match(line):
+                line = line[found.end() :].strip()
+        inner = line[1:-1]
+        closes = _QUOTES.get(line[:1])
+        # "A" and "B" are two quotes, not one around all.
+        if closes and len(line) > 1 and line.endswith(closes) and closes not in inner and line[0] not in inner:
+            line = inner.strip()
+        if line == before:
+            return line
+
+
+def _letter(text: str, letters: str) -> str | None:
+    """Find the one letter that a reply means; where two readings are as good as one another, there is none."""
+    values = [value for record in _objects(text) if (value := _field(record)) is not None]
+    value = values[-1] if values else None
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, str):
+        if found := _leading(value, letters):
+            return found
+        if lone := set(_lone(value, letters)):
+            return lone.pop() if len(lone) == 1 else None
+    if (field := _QUOTED_KEY.search(text)) and (found := _leading(field[1], letters)):
+        return found
+    whole = _leading(text, letters) if len(text) <= 4 else None
+    said = [letter for letter in _SAID.findall(text) if letter in letters]
+    return whole or next(reversed(said or _lone(text, letters)), None)
+
+
+def _leading(value: str, letters: str) -> str | None:
+    """Read "B", "(B)", "b." or "B. the ferryman"."""
+    found = _LEADING.match(value)
+    return found[1].upper() if found and found[1].upper() in letters else None
+
+
+def _lone(text: str, letters: str) -> list[str]:
+    """Return the options' letters that stand alone; "A man" and "I think" do not count."""
+    return [m[0] for m in _LONE.finditer(text) if m[0] in letters and not _ARTICLE.match(text, m.start())]
+
+
+def _verdict(text: str) -> str | None:
+    if tagged := _VERDICT.findall(text):
+        return tagged[-1].upper()
+    tail = text[-200:]
+    if final := _FINAL.search(tail):
+        return None if final[1] else final[2].upper()
+    first = _FIRST.match(text)
+    words = {word.lower() for word in re.findall(r"\b(?:true|false)\b", text, re.IGNORECASE)}
+    return first[1].upper() if first and len(words) == 1 else None
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a text that do not lie in one another."""
+    decoder, start = json.JSONDecoder(), 0
+    for _ in range(_TRIED):
+        start = text.find("{", start)
+        if start < 0:
+            return
+        try:
+            value, start = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            start += 1
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _field(record: dict[str, Any]) -> Any:
+    return next((value for key, value in record.items() if key.strip().lower() == "answer"), None)
