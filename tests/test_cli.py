@@ -33,9 +33,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def mindscape(run: Run, books: Path, tiny_bert: Path, tmp_path: Path) -> Path:
     out = tmp_path / "mind"
-    built = run(
-        "mindscape", "build", "--books", books, "-o", out, "--encoder", tiny_bert, "--window", 4, "--chunk-tokens", 40
-    )
+    built = run("mindscape", "build", books, "-o", out, "--encoder", tiny_bert, "--window", 4, "--chunk-tokens", 40)
     assert built.code == 0, built.err
     return out
 
@@ -104,8 +102,8 @@ def test_bad_input_is_one_line_and_exit_2(run: Run, tmp_path: Path, tiny_bert: P
         ("signature", "--mindscape", tmp_path, "--query", "why?"): "give --encoder",
         ("signature", "--mindscape", tmp_path, "--query", "why?", "--encoder", tiny_bert): "not a mindscape",
         ("search", "--mindscape", tmp_path, "--query", "  "): "--query is empty",
-        ("mindscape", "build", "-o", tmp_path / "m", "--encoder", tiny_bert): "--data NAME or --books FOLDER",
-        ("mindscape", "build", "-o", tmp_path / "m", "--encoder", tiny_bert, "--books", tmp_path): "no .txt file",
+        ("mindscape", "build", "-o", tmp_path / "m", "--encoder", tiny_bert): "a folder or file, or --data NAME",
+        ("mindscape", "build", tmp_path, "-o", tmp_path / "m", "--encoder", tiny_bert): "holds no book and no chat",
         ("mindscape", "build", "-o", ROOT, "--encoder", tiny_bert, "--data", "saltmarsh"): "is not a mindscape",
         (
             "mindscape",
@@ -116,7 +114,7 @@ def test_bad_input_is_one_line_and_exit_2(run: Run, tmp_path: Path, tiny_bert: P
             tiny_bert,
             "--data",
             "saltmarsh",
-            "--summaries",
+            "--summarizer",
             "keywords",
         ): "saltmarsh brings its own",
         ("mindscape", "show", tmp_path / "none"): "no such folder",
@@ -313,7 +311,7 @@ def test_the_encoder_that_a_mindscape_names_must_still_be_the_one(
     from transformers import AutoModel
 
     encoder, out = Path(shutil.copytree(tiny_bert, tmp_path / "encoder")), tmp_path / "mind"
-    assert run("mindscape", "build", "--books", books, "-o", out, "--encoder", encoder).code == 0
+    assert run("mindscape", "build", books, "-o", out, "--encoder", encoder).code == 0
     model = AutoModel.from_pretrained(encoder)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(1.5)
@@ -335,7 +333,7 @@ def test_a_query_that_is_refused_costs_no_encoding_and_a_byte_order_mark_is_no_t
 ) -> None:
     (tmp_path / "one.txt").write_text("\ufeffThe lamp is out.", encoding="utf-8")
     out = tmp_path / "mind"
-    assert run("mindscape", "build", "--books", tmp_path, "-o", out, "--encoder", tiny_bert).code == 0
+    assert run("mindscape", "build", tmp_path, "-o", out, "--encoder", tiny_bert).code == 0
     assert "\ufeff" not in run("mindscape", "show", out, "--json", "-").out
     from mia_serve.core import Encoder
 
@@ -352,7 +350,7 @@ def test_chunks_are_never_longer_than_the_encoder_reads(run: Run, tiny_bert: Pat
     books = tmp_path / "books"
     books.mkdir()
     (books / "one.txt").write_text("The ferryman counted the lamps along the quay. " * 60, encoding="utf-8")
-    command = ["mindscape", "build", "--books", books, "--encoder", tiny_bert, "-o", tmp_path / "out"]
+    command = ["mindscape", "build", books, "--encoder", tiny_bert, "-o", tmp_path / "out"]
     refused = run(*command, "--chunk-tokens", 127)
     assert refused.code == 2 and "reads 126 tokens of a document; give at most that" in one_line(refused)
     assert run(*command).code == 0
@@ -385,7 +383,7 @@ def test_json_never_goes_into_a_mindscape(run: Run, mindscape: Path, books: Path
         ("signature", "--mindscape", mindscape, "--query", "Which quay?"),
         ("search", "--mindscape", mindscape, "--query", "Which quay?"),
         ("mindscape", "show", mindscape),
-        ("mindscape", "build", "--books", books, "-o", mindscape, "--encoder", tiny_bert),
+        ("mindscape", "build", books, "-o", mindscape, "--encoder", tiny_bert),
         ("index", "build", "--mindscape", mindscape, "--encoder", tiny_bert, "-o", mindscape / "index"),
     ):
         ran = run(*command, "--json", target)

@@ -148,7 +148,7 @@ def test_a_second_build_and_a_second_embed_cost_no_forward_pass(
     for name in ("north", "south"):
         text = "\n\n".join(f"The {name} ferry left quay {i}. Nobody asked why the boat had gone." for i in range(9))
         (books / f"{name}.txt").write_text(text, encoding="utf-8")
-    build = ("mindscape", "build", "--books", books, "--encoder", tiny_bert, "--window", 4, "--chunk-tokens", 40)
+    build = ("mindscape", "build", books, "--encoder", tiny_bert, "--window", 4, "--chunk-tokens", 40)
     with forwards() as rows:
         first = mia(*build, "-o", tmp_path / "one", "--json", "-").record["texts"]
         assert sum(rows) == first["encoded"] > 10

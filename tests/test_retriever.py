@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,9 @@ def test_coverage_signatures_equal_the_objective_on_each_query_alone(
         assert signature.gains == pytest.approx(found.gains[0, : len(chosen)].tolist(), abs=1e-6)
         assert signature.terms is not None
         assert signature.terms["value"] == pytest.approx(sum(signature.gains), abs=1e-6)
+        assert len(signature.pick_terms) == len(chosen)
+        for gain, terms in zip(signature.gains, signature.pick_terms, strict=True):
+            assert gain == pytest.approx(0.3 * terms[0] + 0.4 * terms[1] + 0.3 * terms[2], abs=1e-6)
         assert set(signature.terms) == {"relevance", "coverage", "diversity", "value"}
         assert signature.mode == "coverage"
 
@@ -158,6 +162,14 @@ def test_a_book_is_summed_up_once(mindscape: Mindscape) -> None:
     before = len(e1.documents)
     retriever.signatures(list(reversed(QUERIES)), "global_summary")
     assert len(e1.documents) == before
+
+
+def test_a_summary_that_the_mindscape_brings_is_the_books(mindscape: Mindscape) -> None:
+    books = [replace(b, summary="What the hill is about.") if b.id == "hill" else b for b in mindscape.books]
+    e1 = WordEncoder()
+    hill, sea = Retriever(replace(mindscape, books=books), e1, k0=4).book_signatures(["hill", "sea"])
+    made = Retriever(mindscape, WordEncoder(), k0=4).book_signatures(["sea"])
+    assert hill.texts == ("What the hill is about.",) and [sea] == made
 
 
 def test_batch_equals_single(mindscape: Mindscape) -> None:

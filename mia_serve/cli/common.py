@@ -234,6 +234,11 @@ def progress() -> Callable[[str], None]:
     return lambda line: typer.echo(line, err=True)
 
 
+def notice(line: str) -> None:
+    """Print a line on stderr that logs need too."""
+    typer.echo(line, err=True)
+
+
 def load_encoder(name: str, device: str) -> Encoder:
     """Open an encoder."""
     from transformers.utils import logging as transformers_logging

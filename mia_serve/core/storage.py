@@ -5,6 +5,7 @@ Also the lock that keeps writers of one place apart.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import secrets
@@ -22,14 +23,16 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _POLL_S = 0.02
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and the flag, linux/fcntl.h and linux/fs.h
 
 
 @contextmanager
 def write_aside(path: str | Path) -> Iterator[Path]:
     """Give an empty folder to fill; when the block ends it takes the place of ``path``, replacing what was there.
 
-    A writer that raises leaves ``path`` as it was. One that is killed does too, once :func:`recover` was called (a
-    folder cannot be renamed over another, so for a moment the old one waits under another name).
+    A writer that raises leaves ``path`` as it was, and so does one that is killed. Where the system can exchange two
+    folders, readers find one of them at every moment; elsewhere the old one waits under another name for a moment,
+    from where :func:`recover` fetches it back.
     """
     path = Path(path).absolute()
     recover(path)
@@ -112,6 +115,9 @@ def unlock_file(descriptor: int) -> None:
 
 
 def _swap(aside: Path, path: Path) -> None:
+    if path.is_dir() and not path.is_symlink() and _exchange(aside, path):
+        sync(path.parent)
+        return  # the old one lies aside now, where the caller removes it
     previous = _previous(path)
     shutil.rmtree(previous, ignore_errors=True)
     if path.exists():
@@ -123,6 +129,12 @@ def _swap(aside: Path, path: Path) -> None:
         raise
     sync(path.parent)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders in one step; False where the system cannot (renameat2, Linux)."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def _previous(path: Path) -> Path:

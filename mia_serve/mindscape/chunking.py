@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mia_serve.core import MiaError
-from mia_serve.mindscape.sentences import paragraph_spans, sentence_spans
+from mia_serve.mindscape.sentences import BLANK_LINE, paragraph_spans, sentence_spans
 
 #: Gives the character span of every token of a text.
 TokenSpans = Callable[[str], list[tuple[int, int]]]
+
+# Tokens: more than the 40 characters that tell whether a sentence ends, in tokenizers of bytes too.
+_MARGIN = 128
 
 
 class TextChunk(NamedTuple):
@@ -43,23 +46,85 @@ def chunk_text(text: str, tokenizer: Any, size: int = 1200, overlap: int = 100) 
     Raises:
         MiaError: `size` and `overlap` do not fit together, the text is empty, or the tokenizer gives no offsets.
     """
+    spans = _spans(text, tokenizer, size, overlap)
+    return [chunk for _, chunk in _cut_all(text, spans, 0, size, overlap)]
+
+
+class OpenText(NamedTuple):
+    """The end of a text that may go on: all that its further chunks depend on.
+
+    Attributes:
+        text: From a blank line on, or the whole text.
+        start: Character of `text` at which the first chunk begins that may still change.
+        skip: Tokens that begin at this character (tokens of bytes do) and belong to the chunk before.
+    """
+
+    text: str = ""
+    start: int = 0
+    skip: int = 0
+
+
+def chunk_open(
+    tail: OpenText, more: str, tokenizer: Any, size: int = 1200, overlap: int = 100
+) -> tuple[list[TextChunk], int, OpenText]:
+    """Cut a text that arrives in pieces, so that its chunks are those that `chunk_text` makes of the whole.
+
+    The chunks that are open, usually the last two or three, are cut anew with each piece. Before its first blank line a
+    text may yet turn out to be one long paragraph, so until then all of its chunks are open. Holds for all tokenizers
+    whose tokens behind a blank line do not depend on what stands before it.
+
+    Args:
+        tail: What the last call returned; `OpenText()` at first.
+        more: The next piece; it follows without a gap.
+        tokenizer: As in `chunk_text`, and the same in all calls; so are `size` and `overlap`.
+        size: Most tokens in a chunk.
+        overlap: Tokens that a chunk shares with the one before.
+
+    Returns:
+        The chunks that were open and all that follow, with offsets in `tail.text + more`; how many of them can no
+        longer change; and the tail for the next call.
+
+    Raises:
+        MiaError: As `chunk_text`; the first piece must have a token.
+    """
+    text = tail.text + more
+    spans = _spans(text, tokenizer, size, overlap)
+    starts = [start for start, _ in spans]
+    found = list(_cut_all(text, spans, bisect_left(starts, tail.start) + tail.skip, size, overlap))
+    breaks = list(BLANK_LINE.finditer(text))
+    # Where a chunk ends depends on the unit behind it as far as that fits into a chunk: tokens below
+    # first + 2 * size - overlap. The margin is for what tells tokens and sentences of each other.
+    known = len(spans) - (2 * size - overlap) - _MARGIN if breaks else -1
+    closed = min(sum(first <= known for first, _ in found), len(found) - 1)
+    first = found[closed][0]
+    cut = max((m.start() for m in breaks if m.end() <= starts[first]), default=0)
+    rest = OpenText(text[cut:], starts[first] - cut, first - bisect_left(starts, starts[first]))
+    return [chunk for _, chunk in found], closed, rest
+
+
+def _cut_all(
+    text: str, spans: list[tuple[int, int]], first: int, size: int, overlap: int
+) -> Iterator[tuple[int, TextChunk]]:
+    """Cut from token `first` on, where a chunk begins; yield each chunk behind the index of its first token."""
+    starts = [start for start, _ in spans]
+    paragraphs = _token_ends(paragraph_spans(text), starts)
+    sentences = _token_ends(sentence_spans(text), starts)
+    end = first
+    while end < len(spans):
+        end = _chunk_end(spans, first, first + size, max(first + overlap, end), size - overlap, paragraphs, sentences)
+        chunk = _cut(text, spans, first, end)
+        if chunk.text:  # some tokenizers have tokens of white space, which can fill a chunk by themselves
+            yield first, chunk
+        first = max(end - overlap, first + 1)
+
+
+def _spans(text: str, tokenizer: Any, size: int, overlap: int) -> list[tuple[int, int]]:
     if size < 1 or not 0 <= overlap < size:
         raise MiaError(f"size={size}, overlap={overlap}: size must be at least 1 and overlap between 0 and size - 1")
     spans = [(start, end) for start, end in _token_spans(tokenizer, text) if end > start]
     if not spans or not text.strip():
         raise MiaError("the text to chunk is empty: give a text with at least one token")
-    starts = [start for start, _ in spans]
-    paragraphs = _token_ends(paragraph_spans(text), starts)
-    sentences = _token_ends(sentence_spans(text), starts)
-    chunks: list[TextChunk] = []
-    first, end = 0, 0
-    while end < len(spans):
-        end = _chunk_end(spans, first, first + size, max(first + overlap, end), size - overlap, paragraphs, sentences)
-        chunk = _cut(text, spans, first, end)
-        if chunk.text:  # some tokenizers have tokens of white space, which can fill a chunk by themselves
-            chunks.append(chunk)
-        first = max(end - overlap, first + 1)
-    return chunks
+    return spans
 
 
 def _chunk_end(

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from mia_serve.core import MiaError
+from mia_serve.mindscape.records import Window
 from mia_serve.mindscape.sentences import count_words, first_words, is_cjk, join_sentences, split_sentences, split_terms
 
 # Shorter sentences ("Yes," said he.) say little on their own; they are used only in a window that has nothing else.
@@ -32,7 +33,7 @@ class DocumentEncoder(Protocol):
 
 
 def extractive_summaries(
-    windows: Sequence[Sequence[str]], titles: Sequence[str], encoder: DocumentEncoder, max_words: int = 60
+    windows: Sequence[Window], encoder: DocumentEncoder, max_words: int = 60, among: Sequence[Window] = ()
 ) -> list[str]:
     """Summarise each window by its most central sentences.
 
@@ -41,21 +42,21 @@ def extractive_summaries(
     and are put back into text order behind the title.
 
     Args:
-        windows: The chunk texts of each window.
-        titles: One title a window, `""` for none.
+        windows: The windows.
         encoder: Encodes the sentences (as documents).
         max_words: Most words of a summary, the title included; a CJK character counts as a word.
+        among: Further windows that words are weighed against; they get no summary.
 
     Returns:
         One summary a window.
 
     Raises:
-        MiaError: Titles and windows differ in number, the bound is below 1, or a window holds no text.
+        MiaError: The bound is below 1, or a window holds no text.
     """
-    if len(windows) != len(titles):
-        raise MiaError(f"{len(windows)} windows but {len(titles)} titles: give one a window (an empty one is fine)")
-    sentences = [_sentences(window, f"window {i}") for i, window in enumerate(windows)]
-    return _central(_richest(sentences, max(_CANDIDATES, max_words // 5)), titles, encoder, max_words)
+    sentences = [_sentences(window.texts, f"window {i}") for i, window in enumerate(windows)]
+    others = [_sentences(window.texts, f"window {i} of `among`") for i, window in enumerate(among)]
+    candidates = _richest(sentences, max(_CANDIDATES, max_words // 5), others)
+    return _central(candidates, [window.title for window in windows], encoder, max_words)
 
 
 def book_summaries(
@@ -117,14 +118,17 @@ def _sentences(window: Sequence[str], name: str) -> list[str]:
     return [s for s in sentences if count_words(s) >= _FEW_WORDS] or sentences
 
 
-def _richest(windows: list[list[str]], n: int) -> list[list[str]]:
-    """Keep the n sentences of each window that hold most of its own words, in text order."""
+def _richest(windows: list[list[str]], n: int, others: list[list[str]]) -> list[list[str]]:
+    """Keep the n sentences of each window that hold most of its own words (others weigh too), in text order."""
+    total = len(windows) + len(others)
     terms = [[set(split_terms(sentence)) for sentence in window] for window in windows]
     counts = [Counter(term for sentence in window for term in sentence) for window in terms]
     spread = Counter(term for window in counts for term in window)
+    for window in others:
+        spread.update({term for sentence in window for term in split_terms(sentence)})
     kept = []
     for window, of_sentence, count in zip(windows, terms, counts, strict=True):
-        weight = {term: tf * math.log((1 + len(windows)) / spread[term]) for term, tf in count.items()}
+        weight = {term: tf * math.log((1 + total) / spread[term]) for term, tf in count.items()}
         # Divided by the root of the length: neither the longest sentence nor the shortest wins by its length alone.
         scores = [sum(sorted(weight[t] for t in own)) / math.sqrt(max(1, len(own))) for own in of_sentence]
         rows = np.argsort(-np.array(scores), kind="stable")[:n]
@@ -135,7 +139,7 @@ def _richest(windows: list[list[str]], n: int) -> list[list[str]]:
 def _heading(title: str) -> str:
     """The title on one line, as a sentence."""
     title = " ".join(title.split())
-    if title and title[-1] not in ".!?。！？…":
+    if title and title[-1] not in ".!?。．！？…":
         title += "。" if is_cjk(title) else "."
     return title
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mia_serve.core import MiaError
-from mia_serve.mindscape.records import Book, Chunk, ConversationSession, Session
+from mia_serve.mindscape.records import Book, BookFacts, Chunk, ConversationSession, Node, Session, Tail, Window
 
 T = TypeVar("T")
 
 #: Chunks in one window of a book (MiA-Signature, arXiv 2605.06416).
 WINDOW = 20
 
-#: Makes one summary per window from the windows' chunk texts and the titles of their books.
-Summarise = Callable[[list[list[str]], list[str]], list[str]]
+#: Makes one summary per window.
+Summarise = Callable[[Sequence[Window]], list[str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,22 +33,37 @@ class Mindscape:
         chunks: All chunks, in document order.
         sessions: All sessions, in document order.
         summarizer: Who wrote the summaries, e.g. `"given"` or `"extractive(...)"`.
+        books: What is known of whole books, in document order; some or all may be missing.
+        nodes: Entities of the books, if any were looked for.
+        window: Chunks in a full window of a book; None where the sessions were not cut that way.
+        tails: Where the texts of books end that may go on; see `append_text`.
+        notes: How it was made, in JSON's types; kept with it, not read here.
         session_of: (n_chunks,) int64, index into `sessions` of each chunk's session; read-only.
 
     Raises:
-        MiaError: An id occurs twice, a text or summary is empty, or sessions and chunks disagree.
+        MiaError: An id occurs twice, a text or summary is empty, sessions and chunks disagree, or a book or node names
+            what is not there.
     """
 
     chunks: tuple[Chunk, ...]
     sessions: tuple[Session, ...]
     summarizer: str = "given"
+    books: tuple[BookFacts, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    window: int | None = None
+    tails: tuple[Tail, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict, repr=False)
     session_of: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the records and derive `session_of`."""
         object.__setattr__(self, "chunks", tuple(self.chunks))
         object.__setattr__(self, "sessions", tuple(self.sessions))
+        object.__setattr__(self, "books", tuple(self.books))
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        object.__setattr__(self, "tails", tuple(self.tails))
         _check(self.chunks, self.sessions)
+        _check_facts(self)
         session_of = np.repeat(np.arange(len(self.sessions)), [len(s.chunk_ids) for s in self.sessions]).astype(
             np.int64
         )
@@ -102,7 +117,8 @@ class Mindscape:
                 sessions.append(session)
                 chunks += [Chunk(i, text, session.id, book.id) for i, text in zip(part, texts, strict=True)]
         made = summarise is not None and any(book.summaries is None for book in books)
-        return cls(tuple(chunks), tuple(sessions), summarizer or ("custom" if made else "given"))
+        facts = tuple(BookFacts(book.id, book.title, book.author) for book in books)
+        return cls(tuple(chunks), tuple(sessions), summarizer or ("custom" if made else "given"), facts, window=window)
 
     @classmethod
     def from_conversation(
@@ -146,10 +162,15 @@ class Mindscape:
             _unique(list(namespaces), "namespace", "give every mindscape its own")
             parts = [_prefixed(part, name) for part, name in zip(parts, namespaces, strict=True)]
         names = list(dict.fromkeys(part.summarizer for part in parts))
+        windows = {part.window for part in parts}
         return cls(
             tuple(chunk for part in parts for chunk in part.chunks),
             tuple(session for part in parts for session in part.sessions),
             names[0] if len(names) == 1 else "mixed: " + ", ".join(names),
+            tuple(book for part in parts for book in part.books),
+            tuple(node for part in parts for node in part.nodes),
+            windows.pop() if len(windows) == 1 else None,
+            tuple(tail for part in parts for tail in part.tails),
         )
 
     def save(self, path: str | Path, vectors: Mapping[str, tuple[np.ndarray, str]] | None = None) -> None:
@@ -178,9 +199,9 @@ def split_windows(items: Sequence[T], window: int = WINDOW) -> list[list[T]]:
     return [list(items[i : i + window]) for i in range(0, len(items), window)]
 
 
-def _book_summaries(books: Sequence[Book], window: int, summarise: Summarise | None) -> dict[str, Sequence[str]]:
+def _book_summaries(books: Sequence[Book], window: int, summarise: Summarise | None) -> dict[str, list[str]]:
     """One list of summaries a book; those that are missing are made in a single call."""
-    summaries: dict[str, Sequence[str]] = {}
+    summaries: dict[str, list[str]] = {}
     asked: list[Book] = []
     for book in books:
         if not book.chunks:
@@ -194,27 +215,37 @@ def _book_summaries(books: Sequence[Book], window: int, summarise: Summarise | N
                 f"({len(book.chunks)} chunks by {window}): give one a window"
             )
         else:
-            summaries[book.id] = book.summaries
+            summaries[book.id] = list(book.summaries)
     if not asked:
         return summaries
     if summarise is None:
         raise MiaError(
             f"book {asked[0].id!r} has no summaries: give Book.summaries, or summarise= (extractive_summaries)"
         )
-    windows_of = {book.id: split_windows(book.chunks, window) for book in asked}
-    texts = [texts for book in asked for texts in windows_of[book.id]]
-    titles = [book.title for book in asked for _ in windows_of[book.id]]
-    made = summarise(texts, titles)
-    if len(made) != len(texts):
-        raise MiaError(
-            f"the summariser returned {len(made)} summaries for {len(texts)} windows: it must return one a window"
-        )
-    start = 0
-    for book in asked:
-        end = start + len(windows_of[book.id])
-        summaries[book.id] = made[start:end]
-        start = end
+    windows_of = [w for book in asked for w in book_windows(book.id, book.title, book.chunks, window)]
+    for one, summary in zip(windows_of, summarised(windows_of, summarise), strict=True):
+        summaries.setdefault(one.book_id, []).append(summary)
     return summaries
+
+
+def book_windows(book_id: str, title: str, chunks: Sequence[str], window: int = WINDOW) -> list[Window]:
+    """Cut the chunks of one book into the windows that are summarised."""
+    parts = split_windows(chunks, window)
+    return [Window(tuple(texts), title, book_id, part, len(parts)) for part, texts in enumerate(parts, 1)]
+
+
+def summarised(windows: Sequence[Window], summarise: Summarise) -> list[str]:
+    """Return one summary a window.
+
+    Raises:
+        MiaError: The summariser returned another number.
+    """
+    made = list(summarise(windows)) if windows else []
+    if len(made) != len(windows):
+        raise MiaError(
+            f"the summariser returned {len(made)} summaries for {len(windows)} windows: it must return one a window"
+        )
+    return made
 
 
 def _prefixed(part: Mindscape, name: str) -> Mindscape:
@@ -231,7 +262,18 @@ def _prefixed(part: Mindscape, name: str) -> Mindscape:
         )
         for s in part.sessions
     )
-    return Mindscape(tuple(chunks), tuple(sessions), part.summarizer)
+    books = tuple(replace(b, id=f"{name}/{b.id}") for b in part.books)
+    nodes = tuple(
+        replace(
+            n,
+            id=f"{name}/{n.id}",
+            book_id=f"{name}/{n.book_id}",
+            chunk_ids=tuple(f"{name}/{i}" for i in n.chunk_ids),
+        )
+        for n in part.nodes
+    )
+    tails = tuple(replace(t, book_id=f"{name}/{t.book_id}") for t in part.tails)
+    return Mindscape(tuple(chunks), tuple(sessions), part.summarizer, books, nodes, part.window, tails)
 
 
 def _unique(values: Sequence[str], what: str, fix: str) -> None:
@@ -269,3 +311,26 @@ def _check(chunks: Sequence[Chunk], sessions: Sequence[Session]) -> None:
         raise MiaError(
             f"chunk {chunks[row].id!r} belongs to no session: sessions must hold the chunks once each, in order"
         )
+
+
+def _check_facts(mindscape: Mindscape) -> None:
+    """Check books, nodes and window against chunks and sessions."""
+    if mindscape.window is not None and mindscape.window < 1:
+        raise MiaError(f"window is {mindscape.window}: a window holds at least 1 chunk (the papers use {WINDOW})")
+    _unique([b.id for b in mindscape.books], "book id", "give one BookFacts a book")
+    _unique([n.id for n in mindscape.nodes], "node id", "put the book's id before it")
+    _unique([t.book_id for t in mindscape.tails], "tail of book", "give one a book")
+    known = {s.book_id for s in mindscape.sessions}
+    for what, name, book in (
+        *(("book", b.id, b.id) for b in mindscape.books),
+        *(("node", n.id, n.book_id) for n in mindscape.nodes),
+        *(("tail", t.book_id, t.book_id) for t in mindscape.tails),
+    ):
+        if book not in known:
+            raise MiaError(f"{what} {name!r}: no chunk belongs to book {book!r}; drop it, or give the book's chunks")
+    if mindscape.nodes:
+        ids = {c.id for c in mindscape.chunks}
+        for node in mindscape.nodes:
+            unknown = next((i for i in node.chunk_ids if i not in ids), None)
+            if unknown is not None:
+                raise MiaError(f"node {node.id!r} names chunk {unknown!r}, which is not there: drop it")

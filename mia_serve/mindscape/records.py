@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,85 @@ class Session:
 
 
 @dataclass(frozen=True)
+class BookFacts:
+    """What a mindscape knows of a whole book (or conversation).
+
+    Attributes:
+        id: The `book_id` of its chunks and sessions.
+        title: Title, if it has one.
+        author: Author, as the source writes the name.
+        summary: Summary of the whole book, `""` where none was made.
+    """
+
+    id: str
+    title: str = ""
+    author: str = ""
+    summary: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """An entity of a book: a person, a place, a thing.
+
+    Attributes:
+        id: Unique in the mindscape.
+        name: Its name, as the book writes it.
+        description: What the book says of it.
+        book_id: The book it belongs to.
+        kind: "person", "place" and the like; `""` where it was not said.
+        chunk_ids: Chunks that it was found in.
+    """
+
+    id: str
+    name: str
+    description: str
+    book_id: str
+    kind: str = ""
+    chunk_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Where the text of a book ends so far, for `append_text` to go on.
+
+    Attributes:
+        book_id: The book.
+        closed: Chunks of the book that can no longer change; those behind them are cut anew.
+        text: See `OpenText`; so are `start` and `skip`.
+        start: See `OpenText`.
+        skip: See `OpenText`.
+        size: Most tokens in a chunk.
+        overlap: Tokens that a chunk shares with the one before.
+    """
+
+    book_id: str
+    closed: int
+    text: str
+    start: int
+    skip: int
+    size: int
+    overlap: int
+
+
+class Window(NamedTuple):
+    """What one summary is to be made of: consecutive chunks of a book, or the turns of one chat session.
+
+    Attributes:
+        texts: The texts of its chunks, in order.
+        title: Title of the book (or session), `""` for none.
+        book_id: The book (or conversation).
+        part: Its place among the windows of the book, from 1.
+        parts: Windows that the book has; of a book that still grows, those it has so far.
+    """
+
+    texts: tuple[str, ...]
+    title: str = ""
+    book_id: str = ""
+    part: int = 1
+    parts: int = 1
+
+
+@dataclass(frozen=True)
 class Book:
     """Input of `Mindscape.from_books`.
 
@@ -37,6 +117,7 @@ class Book:
         title: Title, handed to the summariser and kept with each session.
         chunk_ids: Ids of the passages, used as they are; `{id}:{i}` when not given.
         summaries: One summary per window of the book; None lets the summariser make them.
+        author: Author, kept with the book.
     """
 
     id: str
@@ -44,6 +125,7 @@ class Book:
     title: str = ""
     chunk_ids: tuple[str, ...] | None = None
     summaries: tuple[str, ...] | None = None
+    author: str = ""
 
 
 @dataclass(frozen=True)

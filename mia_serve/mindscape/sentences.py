@@ -12,8 +12,9 @@ _FULL_WIDTH = re.compile(f"[{_CJK}\u3000-\u303f\uff00-\uffef“”‘’…]")
 _PIECE = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
 _RUN = re.compile(rf"[{_CJK}]+|(?:(?![{_CJK}])[^\W_])+")
 _WRAPPED = re.compile(f"(?<={_FULL_WIDTH.pattern})\\s*\n\\s*(?={_FULL_WIDTH.pattern})")
-_END = re.compile(r"[.!?。！？…]+[\"'”’」』）》)\]]*")
-_BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
+_END = re.compile(r"[.!?。．！？…]+[\"'”’」』）》)\]]*")
+#: Parts paragraphs.
+BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
 _LAST_WORD = re.compile(r"([A-Za-z][A-Za-z.]*)$")
 _ABBREVIATIONS = frozenset(
     (
@@ -61,7 +62,7 @@ def join_sentences(sentences: Iterable[str]) -> str:
 
 def paragraph_spans(text: str) -> list[tuple[int, int]]:
     """Character spans of the paragraphs: parted by blank lines, or by line ends in a text that has no blank line."""
-    breaks = [m.end() for m in _BLANK_LINE.finditer(text)] or [m.end() for m in re.finditer(r"\n+", text)]
+    breaks = [m.end() for m in BLANK_LINE.finditer(text)] or [m.end() for m in re.finditer(r"\n+", text)]
     return _spans(text, breaks)
 
 
@@ -73,7 +74,7 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
     their closing quotes, whatever follows but a comma. A blank line always ends a sentence.
     """
     cuts = [m.end() for m in _END.finditer(text) if _ends_sentence(text, m)]
-    return _spans(text, cuts + [m.end() for m in _BLANK_LINE.finditer(text)])
+    return _spans(text, cuts + [m.end() for m in BLANK_LINE.finditer(text)])
 
 
 def split_sentences(text: str) -> list[str]:
@@ -91,8 +92,10 @@ def _ends_sentence(text: str, match: re.Match[str]) -> bool:
         return True
     mark, following = match.group(), rest[0]
     before = text[match.start() - 1] if match.start() else ""
-    if re.search("[。！？]", mark) or ("…" in mark and mark[-1] in "”’」』"):
-        return following not in "，、；：,;:。！？"
+    if re.search("[。．！？]", mark) or ("…" in mark and mark[-1] in "”’」』"):
+        if mark[0] == "．" and before.isdigit() and following.isdigit():
+            return False  # a number in full width
+        return following not in "，、；：,;:。．！？"
     if re.search("[!?]", mark) and (_CJK_CHAR.match(before) or _CJK_CHAR.match(following)):
         return True
     if not following.isspace():

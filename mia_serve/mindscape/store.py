@@ -1,8 +1,12 @@
-"""A mindscape on disk: two Parquet tables, vector files, and a manifest that vouches for all of them.
+"""A mindscape on disk: Parquet tables, vector files, and a manifest that vouches for all of them.
 
-    manifest.json      format, version, counts, summarizer; sha256 and size of every file; encoder hash of all vectors
+    manifest.json      format, version, counts, summarizer; sha256 and size of every file; encoder hash of all vectors;
+                       window and notes where there are any
     chunks.parquet     id, text, session_id, book_id
     sessions.parquet   id, book_id, chunk_ids, summary, title, date
+    books.parquet      id, title, author, summary                               (where anything is known of the books)
+    nodes.parquet      id, name, description, book_id, kind, chunk_ids          (where there are nodes)
+    tails.parquet      book_id, closed, text, start, skip, size, overlap        (where texts of books may go on)
     vectors.NAME.npy   (rows, d), one row a chunk or one row a session
 
 The folder is written beside its place and renamed into it, so that a writer that dies leaves what was there before.
@@ -11,11 +15,13 @@ Files are named relative to the folder, which can be moved. What else lies in it
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +30,7 @@ import numpy as np
 from mia_serve.core import MiaError
 from mia_serve.core.storage import recover, sha256, write_aside
 from mia_serve.mindscape.mindscape import Mindscape
-from mia_serve.mindscape.records import Chunk, Session
+from mia_serve.mindscape.records import BookFacts, Chunk, Node, Session, Tail
 
 FORMAT = "mia-mindscape"
 VERSION = 1
@@ -32,8 +38,13 @@ MANIFEST = "manifest.json"
 
 _CHUNKS = "chunks.parquet"
 _SESSIONS = "sessions.parquet"
+_BOOKS = "books.parquet"
+_NODES = "nodes.parquet"
+_TAILS = "tails.parquet"
+_NUMBERS = ("closed", "start", "skip", "size", "overlap")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_OURS = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(_CHUNKS)}|{re.escape(_SESSIONS)}|vectors\.{_NAME.pattern}\.npy")
+_FILES = "|".join(map(re.escape, (MANIFEST, _CHUNKS, _SESSIONS, _BOOKS, _NODES, _TAILS)))
+_OURS = re.compile(rf"{_FILES}|vectors\.{_NAME.pattern}\.npy")
 
 
 def save(mindscape: Mindscape, path: str | Path, vectors: Mapping[str, tuple[np.ndarray, str]] | None = None) -> None:
@@ -85,22 +96,56 @@ def load(path: str | Path) -> Mindscape:
         FileNotFoundError: There is no such folder.
         MiaError: The folder is no mindscape, is incomplete, was altered, or is of a newer format.
     """
+    while True:
+        before = _identity(path)
+        try:
+            return _load(path)
+        except (MiaError, OSError):
+            # Files of two states look damaged; a folder that was replaced meanwhile is read again.
+            if before is None or _identity(path) == before:
+                raise
+
+
+def _identity(path: str | Path) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns  # numbers of removed folders are used again
+
+
+def _load(path: str | Path) -> Mindscape:
     import pyarrow.parquet as pq
 
     path, manifest = _open(path)
-    for name in (_CHUNKS, _SESSIONS):
-        _verify(path, manifest, name)
-    chunks = tuple(Chunk(**row) for row in pq.read_table(path / _CHUNKS).to_pylist())
-    sessions = tuple(
-        Session(**{**row, "chunk_ids": tuple(row["chunk_ids"])}) for row in pq.read_table(path / _SESSIONS).to_pylist()
-    )
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        if name in (_BOOKS, _NODES, _TAILS) and name not in manifest["files"]:
+            return []
+        content = (path / name).read_bytes()  # once: what was checked is what is read
+        facts = manifest["files"].get(name)
+        if facts is None or hashlib.sha256(content).hexdigest() != facts["sha256"]:
+            raise _altered(path / name, "its sha256 is not the manifest's")
+        return pq.read_table(io.BytesIO(content)).to_pylist()
+
+    chunks = tuple(Chunk(**row) for row in rows(_CHUNKS))
+    sessions = tuple(Session(**{**row, "chunk_ids": tuple(row["chunk_ids"])}) for row in rows(_SESSIONS))
     if (len(chunks), len(sessions)) != (manifest["chunks"], manifest["sessions"]):
         raise _altered(
             path / MANIFEST,
             f"it counts {manifest['chunks']} chunks and {manifest['sessions']} sessions, "
             f"the tables hold {len(chunks)} and {len(sessions)}",
         )
-    return Mindscape(chunks, sessions, manifest["summarizer"])
+    return Mindscape(
+        chunks,
+        sessions,
+        manifest["summarizer"],
+        tuple(BookFacts(**row) for row in rows(_BOOKS)),
+        tuple(Node(**{**row, "chunk_ids": tuple(row["chunk_ids"])}) for row in rows(_NODES)),
+        manifest.get("window"),
+        tuple(Tail(**row) for row in rows(_TAILS)),
+        manifest.get("notes", {}),
+    )
 
 
 def load_vectors(path: str | Path, name: str, spec_hash: str) -> np.ndarray:
@@ -149,21 +194,20 @@ def _write(mindscape: Mindscape, folder: Path, vectors: Mapping[str, tuple[np.nd
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    text = pa.string()
-    chunk_schema = pa.schema([(name, text) for name in ("id", "text", "session_id", "book_id")])
-    session_schema = pa.schema(
-        [
-            ("id", text),
-            ("book_id", text),
-            ("chunk_ids", pa.list_(text)),
-            ("summary", text),
-            ("title", text),
-            ("date", text),
-        ]
-    )
-    # vars() and not asdict(): no deep copy of every text.
-    pq.write_table(pa.Table.from_pylist([vars(c) for c in mindscape.chunks], chunk_schema), folder / _CHUNKS)
-    pq.write_table(pa.Table.from_pylist([vars(s) for s in mindscape.sessions], session_schema), folder / _SESSIONS)
+    def table(file: str, rows: Sequence[Any], columns: str) -> None:
+        types = {"chunk_ids": pa.list_(pa.string())} | dict.fromkeys(_NUMBERS, pa.int64())
+        schema = pa.schema([(column, types.get(column, pa.string())) for column in columns.split()])
+        # vars() and not asdict(): no deep copy of every text.
+        pq.write_table(pa.Table.from_pylist([vars(row) for row in rows], schema), folder / file)
+
+    table(_CHUNKS, mindscape.chunks, "id text session_id book_id")
+    table(_SESSIONS, mindscape.sessions, "id book_id chunk_ids summary title date")
+    if mindscape.books:
+        table(_BOOKS, mindscape.books, "id title author summary")
+    if mindscape.nodes:
+        table(_NODES, mindscape.nodes, "id name description book_id kind chunk_ids")
+    if mindscape.tails:
+        table(_TAILS, mindscape.tails, "book_id closed text start skip size overlap")
     entries = {}
     for name, (array, spec_hash) in vectors.items():
         file = f"vectors.{name}.npy"
@@ -182,6 +226,10 @@ def _write(mindscape: Mindscape, folder: Path, vectors: Mapping[str, tuple[np.nd
         "vectors": entries,
         "files": files,
     }
+    if mindscape.window is not None:
+        manifest["window"] = mindscape.window
+    if mindscape.notes:
+        manifest["notes"] = dict(mindscape.notes)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -221,6 +269,9 @@ def _open(path: str | Path) -> tuple[Path, dict[str, Any]]:
         entries = manifest[key].values() if isinstance(manifest[key], dict) else [None]
         if not all(isinstance(entry, dict) and facts <= entry.keys() for entry in entries):
             raise _altered(path / MANIFEST, f"its {key!r} must each say {', '.join(sorted(facts))}")
+    window, notes = manifest.get("window"), manifest.get("notes", {})
+    if not isinstance(notes, dict) or not (window is None or (type(window) is int and window >= 1)):
+        raise _altered(path / MANIFEST, "its 'window' must be a number of chunks and its 'notes' an object")
     for file, facts in manifest["files"].items():
         if Path(file).name != file or not (path / file).is_file():
             raise _altered(path / file, "it is missing")

@@ -83,3 +83,58 @@ def kept_vectors(path: Path, *encoders: Encoder | None) -> dict[str, np.ndarray]
             if vectors is not None:
                 found[encoder.spec_hash + ("/sessions" if part == "sessions" else "")] = vectors
     return found
+
+
+def carry_vectors(
+    old: Mindscape,
+    new: Mindscape,
+    encoder: Encoder,
+    have: dict[str, tuple[np.ndarray, str]],
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, tuple[np.ndarray, str]]:
+    """Encode what a mindscape has more than before, and take the other vectors over.
+
+    Args:
+        old: The mindscape before.
+        new: The mindscape now.
+        encoder: What with.
+        have: What `all_vectors` returns of the old one.
+        progress: Called with a line at each step.
+
+    Returns:
+        Vector files of this encoder, as `Mindscape.save` takes them.
+    """
+    made = {}
+    for part, before, now in (
+        ("chunks", [c.text for c in old.chunks], [c.text for c in new.chunks]),
+        ("sessions", [s.summary for s in old.sessions], [s.summary for s in new.sessions]),
+    ):
+        name = vector_name(part, encoder.spec_hash)
+        kept = have.get(name)
+        row_of = {text: row for row, text in enumerate(before)} if kept is not None else {}
+        texts = [text for text in dict.fromkeys(now) if text not in row_of]
+        if progress is not None:
+            progress(f"encoding {len(texts)} {part}")
+        dtype = np.float32 if kept is None else kept[0].dtype
+        vectors = np.empty((len(now), encoder.dim), dtype)
+        fresh = dict(zip(texts, encoder.encode_documents(texts), strict=True)) if texts else {}
+        for row, text in enumerate(now):
+            vectors[row] = kept[0][row_of[text]] if kept is not None and text in row_of else fresh[text]
+        made[name] = (vectors, encoder.spec_hash)
+    return made
+
+
+def select_vectors(
+    old: Mindscape, new: Mindscape, vectors: dict[str, tuple[np.ndarray, str]]
+) -> dict[str, tuple[np.ndarray, str]]:
+    """Take the vectors of a part of a mindscape out of those of the whole.
+
+    Args:
+        old: The whole.
+        new: A part of it (`select_books`).
+        vectors: Vector files of the whole, named as by `vector_name`.
+    """
+    chunk_row = {chunk.id: row for row, chunk in enumerate(old.chunks)}
+    session_row = {session.id: row for row, session in enumerate(old.sessions)}
+    rows = {"chunks": [chunk_row[c.id] for c in new.chunks], "sessions": [session_row[s.id] for s in new.sessions]}
+    return {name: (array[rows[name.partition("-")[0]]], spec) for name, (array, spec) in vectors.items()}

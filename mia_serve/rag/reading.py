@@ -29,8 +29,11 @@ _LONE = re.compile(r"(?<![A-Za-z0-9_'])[A-Z](?![A-Za-z0-9_'])")
 _ARTICLE = re.compile(r"A\s+(?!(?:is|was|and|or|as|because|since|seems|fits|must|would)\b)[a-z]|I\s+[a-z]")
 
 _VERDICT = re.compile(r"<answer>[\s*\"'.]*(true|false)[\s*\"'.]*(?:</answer>|\Z)", re.IGNORECASE)
-_FINAL = re.compile(r"(?:(\bor|\band|\bnot|\bnever|n't|/)\s*)?\b(true|false)\b[\s\W]*\Z", re.IGNORECASE)
-_FIRST = re.compile(r"\W*(?:answer\W+)?(true|false)\b", re.IGNORECASE)
+_ALONE = re.compile(
+    r"\W*(?:(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|verdict)(?:\s+is)?\W+|(?:the\s+|this\s+)?(?:statement|claim)\s+is\s+"
+    r"|(?:最终)?(?:答案|回答|结论)[是为]?\W*)?(true|false)\W*",
+    re.IGNORECASE,
+)
 
 
 def read_answer(task: Task, reply: str, n_options: int = 0) -> str | None:
@@ -47,8 +50,8 @@ def read_answer(task: Task, reply: str, n_options: int = 0) -> str | None:
         ``free``: the phrase, without label, quotes, fence and marks such as [P3]. ``choice`` and ``letter``: the
         option's letter, by the JSON field ``answer``, else by what is called the answer, else the last letter of an
         option that stands alone. ``claim``: "TRUE" or "FALSE", by the last ``<answer>`` that holds one of them, else by
-        the word that the reply ends in (or, where the other one does not occur, begins with). None: there is no answer
-        to read, which counts as a wrong one.
+        a last sentence that says nothing else ("The statement is false."), or a first one where the other word does not
+        occur. None: there is no answer to read, which counts as a wrong one.
     """
     text = _without_thought(reply)
     if task == "free":
@@ -144,11 +147,11 @@ def _lone(text: str, letters: str) -> list[str]:
 def _verdict(text: str) -> str | None:
     if tagged := _VERDICT.findall(text):
         return tagged[-1].upper()
-    tail = text[-200:]
-    if final := _FINAL.search(tail):
-        return None if final[1] else final[2].upper()
-    first = _FIRST.match(text)
+    sentences = [part for part in re.split(r"[.!?。！？]+[\s\"'”*_]+|\n+", text) if re.search(r"\w", part)]
+    if sentences and (last := _ALONE.fullmatch(sentences[-1])):
+        return last[1].upper()
     words = {word.lower() for word in re.findall(r"\b(?:true|false)\b", text, re.IGNORECASE)}
+    first = _ALONE.fullmatch(sentences[0]) if sentences else None
     return first[1].upper() if first and len(words) == 1 else None
 
 

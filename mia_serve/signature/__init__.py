@@ -5,6 +5,7 @@ from mia_serve.signature.objective import DEFAULT_WEIGHTS, SetValue, set_functio
 from mia_serve.signature.pool import first_k, unique_in_order
 from mia_serve.signature.prior import biased_rows, session_prior
 from mia_serve.signature.record import Given, Signature, given_signatures
+from mia_serve.signature.spread import activation_spread, spread_sizes
 
 __all__ = [
     "DEFAULT_WEIGHTS",
@@ -12,6 +13,7 @@ __all__ = [
     "Selection",
     "SetValue",
     "Signature",
+    "activation_spread",
     "biased_rows",
     "first_k",
     "given_signatures",
@@ -19,5 +21,6 @@ __all__ = [
     "select_signature",
     "session_prior",
     "set_function_value",
+    "spread_sizes",
     "unique_in_order",
 ]

@@ -8,6 +8,7 @@ import pytest
 
 from mia_serve.core import MiaError
 from mia_serve.mindscape import chunk_text
+from mia_serve.mindscape.chunking import OpenText, chunk_open
 
 
 def words(text: str) -> list[tuple[int, int]]:
@@ -111,3 +112,48 @@ def test_tokens_of_white_space_make_no_empty_chunk():
     assert all(chunks) and "".join("".join(chunks).split()) == "Thelamp.Itburns."
     with pytest.raises(MiaError, match="empty"):
         chunk_text("\n \n", characters, size=9, overlap=0)
+
+
+def story(seed: int, n: int = 700) -> str:
+    """English, Chinese and white space of all kinds, with and without blank lines."""
+    rng = random.Random(seed)
+    pieces = [
+        "word ",
+        "Yes. ",
+        "“No!” ",
+        "好。",
+        "上山打虎",
+        "\n\n",
+        "\n",
+        "long-word, ",
+        "\u3000",
+        " \n \n ",
+        "Mr. X ",
+        "…",
+        "  ",
+    ]
+    if seed % 4 == 0:
+        pieces = [piece for piece in pieces if piece.count("\n") < 2]
+    return "start" + "".join(rng.choice(pieces) for _ in range(n))
+
+
+@pytest.mark.parametrize(("size", "overlap"), [(9, 0), (60, 5), (7, 6)])
+@pytest.mark.parametrize("tokens", ["words", "bert", "xlmr", "qwen3"])
+def test_a_text_in_pieces_has_the_chunks_of_the_whole(tokens, size, overlap, request):
+    if tokens == "words":
+        tokenizer = words
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue(f"tiny_{tokens}"))
+    for seed in range(12):
+        rng, text = random.Random(seed), story(seed)
+        cuts = sorted(rng.sample(range(1, len(text)), rng.choice([1, 4, 40])))
+        kept, chunks, tail, longest = [], [], OpenText(), 0
+        for piece in map(text.__getitem__, map(slice, [0, *cuts], [*cuts, len(text)])):
+            chunks, closed, tail = chunk_open(tail, piece, tokenizer, size, overlap)
+            everything = kept + [chunk.text for chunk in chunks]
+            kept += [chunk.text for chunk in chunks[:closed]]
+            longest = max(longest, len(tail.text))
+        assert everything == [chunk.text for chunk in chunk_text(text, tokenizer, size, overlap)]
+        assert seed % 4 == 0 or size == 60 or longest < len(text)

@@ -5,45 +5,45 @@ from functools import partial
 import pytest
 
 from mia_serve.core import MiaError
-from mia_serve.mindscape import Book, Mindscape, book_summaries, extractive_summaries
+from mia_serve.mindscape import Book, Mindscape, Window, book_summaries, extractive_summaries
 from mia_serve.mindscape import extractive as module
 from mia_serve.mindscape.sentences import count_words
 
-WINDOW = [
+WINDOW = (
     "The red boat left the old harbour. Nobody saw it go at all.",
     "The red boat sank near the old harbour. Yes! The boat was red and very old.",
-]
+)
 
 
 def test_sentences_nearest_the_centroid_in_text_order(stub):
     # "Nobody saw it go at all." shares no word with the others; "Yes!" is too short to be a candidate.
-    (summary,) = extractive_summaries([WINDOW], [""], stub, max_words=22)
+    (summary,) = extractive_summaries([Window(WINDOW)], stub, max_words=22)
     assert summary == (
         "The red boat left the old harbour. The red boat sank near the old harbour. The boat was red and very old."
     )
-    (summary,) = extractive_summaries([WINDOW], ["The Wreck"], stub, max_words=10)
+    (summary,) = extractive_summaries([Window(WINDOW, "The Wreck")], stub, max_words=10)
     assert summary == "The Wreck. The red boat left the old harbour."  # the bound leaves room for 8 words
 
 
 def test_all_windows_in_one_call(stub):
-    extractive_summaries([WINDOW, WINDOW], ["", ""], stub)
+    extractive_summaries([Window(WINDOW), Window(WINDOW)], stub)
     assert len(stub.calls) == 1
     assert "Yes!" not in stub.calls[0]
-    assert extractive_summaries([], [], stub) == []
+    assert extractive_summaries([], stub) == []
 
 
 def test_chinese(stub):
-    window = ["武松上山打老虎。天气很好呀今天。", "老虎被武松打死在山上。“好！”武松打虎下山去。"]
-    (summary,) = extractive_summaries([window], ["水浒传"], stub, max_words=21)
+    window = ("武松上山打老虎。天气很好呀今天。", "老虎被武松打死在山上。“好！”武松打虎下山去。")
+    (summary,) = extractive_summaries([Window(window, "水浒传")], stub, max_words=21)
     assert summary == "水浒传。武松上山打老虎。老虎被武松打死在山上。"
     assert count_words(summary) == 20
 
 
 @pytest.mark.parametrize("bound", [1, 3, 8, 60])
 def test_bounded_and_never_empty(stub, bound):
-    windows = [WINDOW, ["One single sentence that goes on and on and on without an end"], ["Yes."], ["虎" * 80]]
+    windows = [WINDOW, ("One single sentence that goes on and on and on without an end",), ("Yes.",), ("虎" * 80,)]
     for title in ("", "A Title", "a title that is longer than most of the bounds given here"):
-        for summary in extractive_summaries(windows, [title] * len(windows), stub, max_words=bound):
+        for summary in extractive_summaries([Window(w, title) for w in windows], stub, max_words=bound):
             assert summary.strip() and count_words(summary) <= bound
             assert summary.startswith(title.split()[0] if title else "")
 
@@ -51,11 +51,13 @@ def test_bounded_and_never_empty(stub, bound):
 def test_only_the_richest_sentences_are_encoded(stub, monkeypatch):
     monkeypatch.setattr(module, "_CANDIDATES", 2)  # and a bound of 10 words asks for no more
     windows = [
-        ["It was so as it was. The dragon Fafnir guards gold. Fafnir the dragon was slain."],
-        ["It was so as it was. The mermaid sings of gold. It was the sea."],
+        Window(("It was so as it was. The dragon Fafnir guards gold. Fafnir the dragon was slain.",)),
+        Window(("It was so as it was. The mermaid sings of gold. It was the sea.",)),
     ]
-    extractive_summaries(windows, ["", ""], stub, max_words=10)
+    extractive_summaries(windows, stub, max_words=10)
     assert stub.calls[0][:2] == ["The dragon Fafnir guards gold.", "Fafnir the dragon was slain."]
+    extractive_summaries(windows[:1], stub, max_words=10, among=windows[1:])
+    assert stub.calls[1] == stub.calls[0][:2]  # the other window is weighed against, and not encoded
 
 
 def test_a_book_is_summed_up_by_the_central_sentences_of_its_sessions(stub):
@@ -92,12 +94,10 @@ def test_a_book_of_one_session_keeps_its_summary(stub):
 
 
 def test_bad_input(stub):
-    with pytest.raises(MiaError, match="2 windows but 1 titles"):
-        extractive_summaries([WINDOW, WINDOW], [""], stub)
     with pytest.raises(MiaError, match="max_words is 0"):
-        extractive_summaries([WINDOW], [""], stub, max_words=0)
+        extractive_summaries([Window(WINDOW)], stub, max_words=0)
     with pytest.raises(MiaError, match="window 1 holds no text"):
-        extractive_summaries([WINDOW, [" "]], ["", ""], stub)
+        extractive_summaries([Window(WINDOW), Window((" ",))], stub)
 
 
 def test_real_encoder_as_summariser_of_a_book(minilm):

@@ -1,25 +1,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from mia_serve.core import MiaError
-from mia_serve.mindscape import Book, Chunk, ConversationSession, Mindscape, Session
+from mia_serve.mindscape import Book, BookFacts, Chunk, ConversationSession, Mindscape, Node, Session, Window
 
 
 def test_windows_of_20_never_cross_a_book_and_the_last_is_short():
     books = [
-        Book("a", tuple(f"a{i}" for i in range(41))),
+        Book("a", tuple(f"a{i}" for i in range(41)), "The A", author="Ann"),
         Book("b", ("b0",)),
         Book("c", tuple(f"c{i}" for i in range(20))),
     ]
     asked = []
 
-    def summarise(windows: list[list[str]], titles: list[str]) -> list[str]:
-        asked.append((windows, titles))
-        return [f"{len(window)} chunks from {window[0]}" for window in windows]
+    def summarise(windows: Sequence[Window]) -> list[str]:
+        asked.append(windows)
+        return [f"{len(window.texts)} chunks from {window.texts[0]}" for window in windows]
 
     m = Mindscape.from_books(books, summarise=summarise, summarizer="counting")
     assert [len(s.chunk_ids) for s in m.sessions] == [20, 20, 1, 1, 20]
@@ -30,6 +31,12 @@ def test_windows_of_20_never_cross_a_book_and_the_last_is_short():
     assert m.session_of.dtype == np.int64 and not m.session_of.flags.writeable
     assert all(c.book_id == m.sessions[s].book_id for c, s in zip(m.chunks, m.session_of, strict=True))
     assert len(asked) == 1 and m.summarizer == "counting"
+    assert [(w.book_id, w.title, w.part, w.parts) for w in asked[0]] == [
+        *(("a", "The A", part, 3) for part in (1, 2, 3)),
+        ("b", "", 1, 1),
+        ("c", "", 1, 1),
+    ]
+    assert m.books == (BookFacts("a", "The A", "Ann"), BookFacts("b"), BookFacts("c")) and m.window == 20
 
 
 def test_evl_18_chunks_of_two_books_do_not_share_ids():
@@ -79,8 +86,8 @@ def test_conversation_turns_are_chunks():
 
 def test_books_with_and_without_summaries_mix():
     books = [Book("a", ("x",), summaries=("given",)), Book("b", ("y",), "B")]
-    m = Mindscape.from_books(books, summarise=lambda windows, titles: [f"{titles[0]}: {windows[0]}"])
-    assert [s.summary for s in m.sessions] == ["given", "B: ['y']"]
+    m = Mindscape.from_books(books, summarise=lambda windows: [f"{windows[0].title}: {windows[0].texts}"])
+    assert [s.summary for s in m.sessions] == ["given", "B: ('y',)"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,7 @@ def test_books_with_and_without_summaries_mix():
         ([Book("a", ("x",), chunk_ids=("1", "2"), summaries=("s",))], {}, "1 chunks but 2 chunk_ids"),
         ([Book("a", ("x",), summaries=("s",))] * 2, {}, "book id 'a' occurs twice"),
         ([Book("a", ("x",), summaries=("s",))], {"window": 0}, "window is 0"),
-        ([Book("a", ("x",))], {"summarise": lambda windows, titles: []}, "returned 0 summaries for 1 windows"),
+        ([Book("a", ("x",))], {"summarise": lambda windows: []}, "returned 0 summaries for 1 windows"),
     ],
 )
 def test_bad_books(books, kwargs, message):
@@ -111,3 +118,34 @@ def test_sessions_must_part_the_chunks():
         Mindscape(chunks, (Session("s", "b", ("2", "1"), "sum"),))
     with pytest.raises(MiaError, match="lists chunk '1'"):
         Mindscape((dataclasses.replace(chunks[0], book_id="other"),), (Session("s", "b", ("1",), "sum"),))
+
+
+def test_concat_carries_books_and_nodes_into_their_namespaces(two_books):
+    nodes = (Node("red/x", "X", "a sailor", "red", "person", ("red:0", "red:4")),)
+    books = (BookFacts("red", "The Red Book", "Ann", "Red from end to end."),)
+    m = dataclasses.replace(two_books, books=books, nodes=nodes)
+    pooled = Mindscape.concat([m, two_books], namespaces=["en", "zh"])
+    assert pooled.books == (
+        BookFacts("en/red", "The Red Book", "Ann", "Red from end to end."),
+        BookFacts("zh/red", "The Red Book"),
+        BookFacts("zh/blue"),
+    )
+    assert pooled.nodes == (Node("en/red/x", "X", "a sailor", "en/red", "person", ("en/red:0", "en/red:4")),)
+    assert pooled.window == 2
+    assert Mindscape.concat([m, Mindscape.from_books([Book("z", ("t",), summaries=("s",))])]).window is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"books": [BookFacts("red"), BookFacts("red")]}, "book id 'red' occurs twice"),
+        ({"books": [BookFacts("green")]}, "no chunk belongs to book 'green'"),
+        ({"nodes": [Node("n", "N", "d", "red"), Node("n", "N", "d", "red")]}, "node id 'n' occurs twice"),
+        ({"nodes": [Node("n", "N", "d", "green")]}, "node 'n': no chunk belongs to book 'green'"),
+        ({"nodes": [Node("n", "N", "d", "red", chunk_ids=("red:9",))]}, "node 'n' names chunk 'red:9'"),
+        ({"window": 0}, "window is 0"),
+    ],
+)
+def test_facts_that_do_not_fit_are_refused(two_books, facts, message):
+    with pytest.raises(MiaError, match=message):
+        dataclasses.replace(two_books, **facts)

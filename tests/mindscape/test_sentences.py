@@ -26,6 +26,7 @@ from mia_serve.mindscape.sentences import (
         ("It cost 3.50 at no. 4, e.g. much... or not.", ["It cost 3.50 at no. 4, e.g. much... or not."]),
         ("A heading\n\nThe text\nruns on. End", ["A heading", "The text runs on.", "End"]),
         ("他来了。她走了！为什么？", ["他来了。", "她走了！", "为什么？"]),
+        ("“走吧！”他说．“好．”重３．５两．", ["“走吧！”", "他说．", "“好．”", "重３．５两．"]),
         ("“走吧！”他说。“好。”", ["“走吧！”", "他说。", "“好。”"]),
         ("“真的？”，他问。", ["“真的？”，他问。"]),
         ("想了很久……才走。他说：“唉……”然后走了。", ["想了很久……才走。", "他说：“唉……”", "然后走了。"]),

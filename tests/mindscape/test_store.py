@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from mia_serve.core import MiaError
-from mia_serve.mindscape import Book, Mindscape, store
+from mia_serve.core import MiaError, storage
+from mia_serve.mindscape import Book, BookFacts, Mindscape, Node, Tail, store
 
 
 def vectors(n: int = 9, seed: int = 0) -> np.ndarray:
@@ -35,6 +37,30 @@ def test_round_trip_with_vectors(two_books, tmp_path):
     assert (manifest["chunks"], manifest["sessions"], manifest["books"], manifest["version"]) == (9, 5, 2, 1)
     assert manifest["vectors"]["e1"] == {"file": "vectors.e1.npy", "spec_hash": "abc", "rows": 9, "dim": 3}
     assert os.listdir(path.parent) == ["m"]
+
+
+def test_books_nodes_window_and_notes_round_trip(two_books, tmp_path):
+    facts = replace(
+        two_books,
+        books=(BookFacts("red", "The Red Book", "Ann", "Red."), BookFacts("blue", "", "", "蓝")),
+        nodes=(Node("red/x", "X", "a sailor", "red", "person", ("red:0", "red:4")), Node("y", "Y", "", "blue")),
+        tails=(Tail("red", 3, "red passage 4", 0, 0, 200, 20),),
+        notes={"failed": {"red:w0": "timeout"}},
+    )
+    facts.save(tmp_path / "m")
+    loaded = Mindscape.load(tmp_path / "m")
+    assert (loaded.books, loaded.nodes, loaded.window, loaded.notes) == (facts.books, facts.nodes, 2, facts.notes)
+    assert loaded.tails == facts.tails
+    other().save(tmp_path / "m")  # without any: the tables of the old one do not stay behind
+    assert Mindscape.load(tmp_path / "m").nodes == () and not (tmp_path / "m" / "nodes.parquet").exists()
+
+
+def test_a_folder_from_before_there_were_books_opens(two_books, tmp_path):
+    replace(two_books, books=(), window=None).save(tmp_path / "m")
+    assert sorted(os.listdir(tmp_path / "m")) == ["chunks.parquet", "manifest.json", "sessions.parquet"]
+    assert not {"window", "notes"} & store.read_manifest(tmp_path / "m").keys()
+    loaded = Mindscape.load(tmp_path / "m")
+    assert (loaded.chunks, loaded.books, loaded.nodes, loaded.window) == (two_books.chunks, (), (), None)
 
 
 def test_trn_42_a_moved_folder_opens_from_any_directory(two_books, tmp_path, monkeypatch):
@@ -70,6 +96,7 @@ def test_srv_51_a_failing_writer_leaves_the_last_good_state(two_books, tmp_path,
     if step == "_write":
         monkeypatch.setattr(store, "sha256", lambda file: (_ for _ in ()).throw(OSError("disk full")))
     else:
+        monkeypatch.setattr(storage, "_exchange", lambda one, other: False)  # as on a system that cannot
         monkeypatch.setattr(os, "rename", failing_rename)
     with pytest.raises(OSError, match="disk full"):
         other().save(path)
@@ -85,7 +112,9 @@ def test_srv_51_a_killed_writer_leaves_the_last_good_state(two_books, tmp_path, 
     two_books.save(path)
     script = f"""
 import os, signal
+from mia_serve.core import storage
 from mia_serve.mindscape import Book, Mindscape, store
+storage._exchange = lambda one, other: False
 kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 rename = os.rename
 if {when!r} == "before the manifest":
@@ -216,3 +245,24 @@ def test_only_a_mindscape_is_replaced_even_a_damaged_one(two_books, tmp_path):
     (tmp_path / "m" / "manifest.json").write_text("{half")
     two_books.save(tmp_path / "m")
     assert Mindscape.load(tmp_path / "m").chunks == two_books.chunks
+
+
+def test_a_reader_finds_a_whole_mindscape_while_writers_replace_it(two_books, tmp_path):
+    path = tmp_path / "m"
+    states = [two_books, other()]
+    two_books.save(path)
+    done = threading.Event()
+
+    def write() -> None:
+        for i in range(60):
+            states[i % 2].save(path)
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not done.is_set():
+        seen.add(len(Mindscape.load(path).chunks))
+        assert path.is_dir()
+    writer.join()
+    assert seen == {1, 9} and os.listdir(tmp_path) == ["m"]

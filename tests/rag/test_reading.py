@@ -102,12 +102,19 @@ def test_only_options_that_there_are_count() -> None:
         ("<answer>TRUE or FALSE</answer>", None),
         ("Is it TRUE or FALSE?", None),
         ("It is not true.", None),
+        ("The statement is not entirely true. The entire paragraph is not entirely true.", None),
+        ("The statement is not true. The entire context is false. The entire context is false.", None),
+        ("She left in May. The statement is false.", "FALSE"),
+        ("She left in May.\n\nTRUE", "TRUE"),
+        ("最终答案：TRUE", "TRUE"),
         ("True in part, and in part it would be false to say so of her.", None),
         ("这句话是对的。", None),
         ("", None),
     ],
 )
-def test_a_claim_is_judged_by_the_last_tag_else_by_the_last_word(reply: str, verdict: str | None) -> None:
+def test_a_claim_is_judged_by_the_last_tag_else_by_a_sentence_that_says_nothing_else(
+    reply: str, verdict: str | None
+) -> None:
     assert read_answer("claim", reply) == verdict
 
 

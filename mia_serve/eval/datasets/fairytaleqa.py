@@ -17,7 +17,7 @@ from mia_serve.eval.datasets.base import (
     read_json_lines,
     take_evenly,
 )
-from mia_serve.mindscape import WINDOW, Book, Mindscape, keyword_summaries, split_windows
+from mia_serve.mindscape import Book, Mindscape, book_windows, keyword_summaries
 
 SOURCE = Source(
     "fairytaleqa",
@@ -102,10 +102,8 @@ def _book(row: dict[str, Any]) -> Book:
 
 def _summarised(books: list[Book]) -> list[Book]:
     """Give all books their summaries."""
-    windows = [split_windows(book.chunks, WINDOW) for book in books]
-    flat = [window for own in windows for window in own]
-    titles = [book.title for book, own in zip(books, windows, strict=True) for _ in own]
-    made = iter(keyword_summaries(flat, titles))
+    windows = [book_windows(book.id, book.title, book.chunks) for book in books]
+    made = iter(keyword_summaries([window for own in windows for window in own]))
     return [
         Book(book.id, book.chunks, book.title, book.chunk_ids, tuple(next(made) for _ in own))
         for book, own in zip(books, windows, strict=True)
