@@ -181,7 +181,7 @@ def search(
     assert mindscape is not None
     refuse_options(context, INDEX_OPTIONS, "--mindscape")
     check_folder(mindscape, "--mindscape")
-    first_name, second_name = _search_encoders(mindscape, encoder, e1)
+    first_name, second_name = search_encoders(mindscape, encoder, e1)
     defaults = run_defaults(second_name)
     if mode is None:
         mode = SearchMode(defaults.signature_mode) if second_name is not None or prior > 0 else SearchMode.none
@@ -243,7 +243,7 @@ def search(
     emit(text + "\n".join(lines) + "\n", record, json_to)
 
 
-def _search_encoders(mindscape: Path, encoder: str | None, e1: str | None) -> tuple[str, str | None]:
+def search_encoders(mindscape: Path, encoder: str | None, e1: str | None) -> tuple[str, str | None]:
     """Return the names of first and second encoder; an E2 whose E1 is not known searches alone for the pool too."""
     second = chosen(encoder, None)
     defaults = run_defaults(second)
