@@ -9,7 +9,7 @@ from types import TracebackType
 
 import typer
 
-from mia_serve.cli import embed, env, evaluate, index, mindscape, search
+from mia_serve.cli import ask, embed, env, evaluate, index, llm, mindscape, report, search
 
 #: Exit codes: done, failed, wrong use.
 DONE, FAILED, WRONG_USE = 0, 1, 2
@@ -28,7 +28,10 @@ app.command("embed")(embed.embed)
 app.add_typer(index.app, name="index")
 app.command("search")(search.search)
 app.command("signature")(search.signature)
+app.command("ask")(ask.ask)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(llm.app, name="llm")
+app.command("report")(report.report)
 app.command("env")(env.env)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mia_serve.cli import study
+from mia_serve.cli import evaluate_qa, study
 from mia_serve.cli.common import (
     AlphaOption,
     Backend,
@@ -32,6 +32,7 @@ from mia_serve.cli.common import (
     run_defaults,
     write_file,
 )
+from mia_serve.cli.sweep import GridOption, SweepOption, SweepPlotsOption, check_sweep_outputs, write_sweep
 
 if TYPE_CHECKING:
     from mia_serve.core import Encoder
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure on a benchmark.", no_args_is_help=True)
 app.command("locomo")(study.locomo)
 app.command("longmemeval")(study.longmemeval)
+for _name in evaluate_qa.NAMES:
+    app.command(_name)(evaluate_qa.qa)
+app.command("tables")(evaluate_qa.tables)
 
 
 @app.callback()
@@ -71,6 +75,9 @@ def retrieval(
     n_boot: Annotated[int, typer.Option("--n-boot", min=1, help="Resamples for the intervals.")] = 10_000,
     oracle: Annotated[bool, typer.Option("--oracle", help="Add a row that is told the gold session.")] = False,
     per_query: Annotated[str | None, typer.Option(metavar="FILE", help="Write the scores of every question.")] = None,
+    sweep: SweepOption = None,
+    grid: GridOption = False,
+    plots: SweepPlotsOption = None,
     json_to: JsonOption = None,
 ) -> None:
     """Print what E1, E2 and its signature are worth, with 95 % intervals over books or conversations."""
@@ -78,6 +85,15 @@ def retrieval(
     check_output(per_query, "--per-query")
     if per_query == "-":
         raise ValueError("--per-query - : give a file; stdout is for the table or --json -")
+    if sweep and (oracle or per_query is not None):
+        raise ValueError(
+            f"--{'oracle' if oracle else 'per-query'} with --sweep: a sweep has no such rows; leave it out"
+        )
+    check_sweep_outputs(sweep, grid, plots, json_to)
+    if sweep:
+        from mia_serve.eval.sweep import RETRIEVAL_FACTORS, parse_sweeps
+
+        sweeps = parse_sweeps(sweep, RETRIEVAL_FACTORS)
     defaults = run_defaults(encoder)
     names = {
         "base": chosen(base, defaults.base),
@@ -107,6 +123,32 @@ def retrieval(
         if given is not None:
             say(f"loading {role}: {given}")
         loaded[role] = None if given is None else encoders.open(given)
+    if sweep:
+        from mia_serve.eval.sweep_retrieval import sweep_retrieval
+
+        first = loaded["e1"] or loaded["base"]
+        assert first is not None
+        swept = sweep_retrieval(
+            benchmark,
+            sweeps,
+            e1=first,
+            e2=loaded["e2"],
+            selector=loaded["selector"],
+            k0=k0,
+            k_sum=k_sum or defaults.k_sum,
+            alpha=alpha,
+            prior=prior,
+            grid=grid,
+            n_boot=n_boot,
+            seed=seed,
+            progress=say,
+            cover=cover.value,
+            cover_weight=cover_weight.value,
+            candidates=candidates.value,
+            backend=backend.value,
+        )
+        write_sweep(swept, plots, json_to, {"names": names, "limit": limit, "texts": encoders.report.to_dict()})
+        return
     report = evaluate_retrieval(
         benchmark,
         base=loaded["base"],
