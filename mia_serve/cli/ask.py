@@ -34,6 +34,7 @@ from mia_serve.cli.common import (
 from mia_serve.cli.embed import check_kept
 from mia_serve.cli.llm_options import (
     BudgetOption,
+    GuidedOption,
     LlmCacheOption,
     LlmModelOption,
     LlmOption,
@@ -99,6 +100,7 @@ class Asked(NamedTuple):
     prior: float | None
     max_tokens: int
     as_summary: bool
+    guided: bool
     settings: AgentSettings | None
 
 
@@ -159,6 +161,7 @@ def ask(
     budget: BudgetOption = None,
     price: PriceOption = None,
     max_tokens: Annotated[int, typer.Option("--llm-max-tokens", min=8, help="Tokens of the answer's reply.")] = 512,
+    guided: GuidedOption = False,
     cache: CacheOption = None,
     device: DeviceOption = "auto",
     json_to: JsonOption = None,
@@ -189,6 +192,7 @@ def ask(
         prior,
         max_tokens,
         as_summary,
+        guided,
         _settings(
             task,
             mode,
@@ -196,6 +200,7 @@ def ask(
             k_sum=sessions,
             use_signature=signature is not SearchMode.none,
             answer_tokens=max_tokens,
+            guided=guided,
             **given,
         )
         if agent
@@ -268,6 +273,7 @@ async def _answer(client: ChatClient, retriever: Retriever, asked: Asked) -> tup
             max_tokens=asked.max_tokens,
             cite=not asked.as_summary,
             as_summary=asked.as_summary,
+            guided=asked.guided,
         )
         return once, None
 

@@ -30,6 +30,7 @@ from mia_serve.cli.llm_options import (
     CONCURRENCY,
     BudgetOption,
     ConcurrencyOption,
+    GuidedOption,
     LlmCacheOption,
     LlmModelOption,
     LlmOption,
@@ -155,6 +156,7 @@ def qa(
         typer.Option(min=0, help="Tokens that neighbouring chunks share; the paper's, in proportion."),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--llm-max-tokens", min=8, help="Most tokens of a reply.")] = 512,
+    guided: GuidedOption = False,
     context_tokens: Annotated[
         int | None,
         typer.Option(
@@ -233,6 +235,7 @@ def qa(
         overlap=shared,
         summarizer=summarizer.value,
         max_tokens=max_tokens,
+        guided=guided,
         context_tokens=context_tokens,
     )
     plan = _plan(asked, benchmark, settings, keys, opened, client, n_boot, seed)

@@ -57,6 +57,9 @@ PriceOption = Annotated[
         "--llm-price", parser=_price, metavar="IN,OUT", help="US dollars per million tokens, to show what it cost."
     ),
 ]
+GuidedOption = Annotated[
+    bool, typer.Option("--guided", help="Have the endpoint keep answers to JSON: for models that keep to no form.")
+]
 MaxTokens = Annotated[
     int, typer.Option("--llm-max-tokens", min=8, help="Tokens of a reply; more for models that think first.")
 ]

@@ -129,6 +129,7 @@ async def answer(
     *,
     max_tokens: int = static.MAX_TOKENS,
     context_tokens: int | None = None,
+    guided: bool = False,
 ) -> static.Answer:
     """Answer a question from the nodes that the tree yields for it.
 
@@ -138,6 +139,7 @@ async def answer(
         tree: The haystack's tree.
         question: The question; its text is the query.
         max_tokens: Most tokens of the reply.
+        guided: See `static.answer`.
         context_tokens: Tokens that prompt and reply may take together; what the endpoint says where None.
 
     Returns:
@@ -152,7 +154,9 @@ async def answer(
         static.Passage(node.id, node.text, score, node.session_id)
         for node, score in zip(found.nodes, found.scores, strict=True)
     ]
-    answered = await static.answer(client, question, shown, max_tokens=max_tokens, context_tokens=context_tokens)
+    answered = await static.answer(
+        client, question, shown, max_tokens=max_tokens, context_tokens=context_tokens, guided=guided
+    )
     chunks = tuple(passage for passage in answered.passages if passage.session_id)
     ids = {passage.id for passage in chunks}
     return replace(answered, passages=chunks, citations=tuple(i for i in answered.citations if i in ids))

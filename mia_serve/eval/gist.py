@@ -80,6 +80,7 @@ async def answer(
     pages: int = PAGES,
     max_tokens: int = static.MAX_TOKENS,
     context_tokens: int | None = None,
+    guided: bool = False,
 ) -> static.Answer:
     """Answer a question from the gists of all sessions and the full text of those that the model asked for.
 
@@ -93,6 +94,7 @@ async def answer(
         question: The question.
         pages: Most sessions to be read in full.
         max_tokens: Most tokens of the reply.
+        guided: See `static.answer`.
         context_tokens: Tokens that prompt and reply may take together; what the endpoint says where None.
 
     Returns:
@@ -117,7 +119,14 @@ async def answer(
     read = [sessions[place] for place in choice.pages]
     passages = _passages(mindscape, read, _room(question, choice.gists, context, max_tokens))
     answered = await static.answer(
-        client, question, passages, signature=memory, mode="chunks+sig", max_tokens=max_tokens, context_tokens=context
+        client,
+        question,
+        passages,
+        signature=memory,
+        mode="chunks+sig",
+        max_tokens=max_tokens,
+        context_tokens=context,
+        guided=guided,
     )
     detail = "; ".join(filter(None, (choice.problem, answered.detail)))
     return replace(answered, usage=_added(choice.usage, answered.usage), detail=detail)

@@ -62,6 +62,7 @@ class QaSettings:
         overlap: Tokens that neighbouring chunks share.
         summarizer: Who writes the session summaries: ``extractive`` or ``llm``.
         max_tokens: Most tokens of a reply.
+        guided: Whether the endpoint is to keep answers to JSON.
         context_tokens: Most tokens that prompt and reply may have together; None: prompts are not trimmed.
     """
 
@@ -79,6 +80,7 @@ class QaSettings:
     overlap: int = 0
     summarizer: str = "extractive"
     max_tokens: int = 512
+    guided: bool = False
     context_tokens: int | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -255,6 +255,7 @@ async def _answer(
         max_tokens=bench.settings.max_tokens,
         context_tokens=bench.settings.context_tokens,
         as_summary=as_summary,
+        guided=bench.settings.guided,
     )
 
 
@@ -289,6 +290,7 @@ async def _agent(key: str, bench: Bench, question: QaQuestion) -> Outcome:
             update_tokens=max(settings.max_tokens, _UPDATE_TOKENS),
             answer_tokens=settings.max_tokens,
             context_tokens=settings.context_tokens,
+            guided=settings.guided,
         ),
     )
     return Outcome(
@@ -310,6 +312,7 @@ async def _raptor(bench: Bench, question: QaQuestion) -> Outcome:
         asked(question),
         max_tokens=bench.settings.max_tokens,
         context_tokens=bench.settings.context_tokens,
+        guided=bench.settings.guided,
     )
     found = answered.passages
     return Outcome(tuple(p.id for p in found), tuple(p.score for p in found), None, answered)
@@ -324,5 +327,6 @@ async def _gist(bench: Bench, question: QaQuestion) -> Outcome:
         asked(question),
         max_tokens=bench.settings.max_tokens,
         context_tokens=bench.settings.context_tokens,
+        guided=bench.settings.guided,
     )
     return Outcome(tuple(p.id for p in answered.passages), (), None, answered, ranked=False)

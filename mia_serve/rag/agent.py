@@ -115,6 +115,7 @@ async def run_agent(
         mode=settings.answer_mode,
         max_tokens=settings.answer_tokens,
         context_tokens=settings.context_tokens,
+        guided=settings.guided,
     )
     return AgentResult(answered, tuple(ran.steps), passages, ran.signature, ran.evidence)
 

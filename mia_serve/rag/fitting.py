@@ -72,6 +72,7 @@ class Contents(NamedTuple):
         evidence: Facts, oldest first.
         cite: Number the passages and ask to cite them.
         as_summary: Give the signature as the summary of the book, which is how MiA-Gen was trained.
+        guided: Ask for the JSON of `answer_schema`.
     """
 
     passages: tuple[str, ...] = ()
@@ -79,6 +80,7 @@ class Contents(NamedTuple):
     evidence: tuple[str, ...] = ()
     cite: bool = False
     as_summary: bool = False
+    guided: bool = False
 
     def prompt(self, question: Question) -> list[Message]:
         """Return the chat messages that ask a question from this.
@@ -95,6 +97,7 @@ class Contents(NamedTuple):
             question.options,
             self.evidence,
             self.cite,
+            self.guided,
         )
         return [{"role": message["role"], "content": message["content"]} for message in messages]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from string import ascii_uppercase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mia_serve.core.errors import MiaError
 
@@ -31,6 +31,15 @@ _RULES: dict[Task, str] = {
         "<explanation>why, in at most one paragraph</explanation><answer>TRUE or FALSE</answer>."
     ),
 }
+_GUIDED: dict[Task, str] = {
+    "free": 'Answer with one phrase, as short as it can be and still be right. Reply with JSON: {"answer": "xxx"}.',
+    "choice": _RULES["choice"],
+    "letter": 'Choose the one option that is right. Reply with JSON: {"answer": "x"}, where x is one of {letters}.',
+    "claim": (
+        "Answer TRUE only if the whole statement is true, and FALSE if any part of it is not. Reply with JSON: "
+        '{"explanation": "why, in at most one paragraph", "answer": "TRUE or FALSE"}.'
+    ),
+}
 _CITE: dict[Task, str] = {
     "free": "After the phrase, name the passages that show it, such as [P2].",
     "choice": "In the reasoning, name the passages that show it, such as [P2].",
@@ -48,6 +57,7 @@ def build_prompt(
     options: Sequence[str] | None = None,
     evidence: Sequence[str] | None = None,
     numbered: bool = False,
+    guided: bool = False,
 ) -> list[dict[str, str]]:
     """Lay out the prompt of one question as chat messages.
 
@@ -65,6 +75,7 @@ def build_prompt(
         options: For ``choice`` and ``letter``: the texts of the options, which are lettered from A.
         evidence: Facts that an agent has gathered, shown as [E1], [E2], … between signature and chunks.
         numbered: Show the chunks as [P1], [P2], … and ask to cite them. No generator is trained with this.
+        guided: Ask for the JSON of `answer_schema`. No generator is trained with this.
 
     Returns:
         A system message (the instruction) and a user message.
@@ -79,7 +90,7 @@ def build_prompt(
     blocks = ["\n".join(context)] if context else []
     if evidence:
         blocks.append("\n".join([EVIDENCE_HEADER, *(f"[E{i}] {fact}" for i, fact in enumerate(evidence, start=1))]))
-    rule = _RULES[task]
+    rule = (_GUIDED if guided else _RULES)[task]
     if numbered and chunks:
         chunks = [f"[P{i}] {text}" for i, text in enumerate(chunks, start=1)]
         rule = f"{rule} {_CITE[task]}"
@@ -101,6 +112,18 @@ def build_prompt(
         {"role": "system", "content": _instruction(summary, signature, evidence, chunks)},
         {"role": "user", "content": "\n\n".join(blocks)},
     ]
+
+
+def answer_schema(task: Task, n_options: int = 0) -> dict[str, Any]:
+    """Return the JSON schema of a guided reply, every string bounded: for models that keep to no form by themselves."""
+    letters = list(ascii_uppercase[:n_options])
+    answer = {"free": {"type": "string", "maxLength": 200}, "claim": {"enum": ["TRUE", "FALSE"]}}
+    fields: dict[str, Any] = {"answer": answer.get(task, {"enum": letters})}
+    if task == "choice":
+        fields["reasoning"] = {"type": "string", "maxLength": 400}
+    if task == "claim":
+        fields = {"explanation": {"type": "string", "maxLength": 400}, **fields}  # the reasons come before the verdict
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
 
 def _instruction(

@@ -50,8 +50,8 @@ def read_answer(task: Task, reply: str, n_options: int = 0) -> str | None:
         ``free``: the phrase, without label, quotes, fence and marks such as [P3]. ``choice`` and ``letter``: the
         option's letter, by the JSON field ``answer``, else by what is called the answer, else the last letter of an
         option that stands alone. ``claim``: "TRUE" or "FALSE", by the last ``<answer>`` that holds one of them, else by
-        a last sentence that says nothing else ("The statement is false."), or a first one where the other word does not
-        occur. None: there is no answer to read, which counts as a wrong one.
+        the JSON field ``answer``, by a last sentence that says nothing else ("The statement is false."), or by a first
+        one where the other word does not occur. None: there is no answer to read, which counts as a wrong one.
     """
     text = _without_thought(reply)
     if task == "free":
@@ -147,6 +147,9 @@ def _lone(text: str, letters: str) -> list[str]:
 def _verdict(text: str) -> str | None:
     if tagged := _VERDICT.findall(text):
         return tagged[-1].upper()
+    fields = [field for record in _objects(text) if isinstance(field := _field(record), str)]
+    if fields and (verdict := _ALONE.fullmatch(fields[-1])):
+        return verdict[1].upper()
     sentences = [part for part in re.split(r"[.!?。！？]+[\s\"'”*_]+|\n+", text) if re.search(r"\w", part)]
     if sentences and (last := _ALONE.fullmatch(sentences[-1])):
         return last[1].upper()

@@ -36,6 +36,7 @@ class AgentSettings:
         update_tokens: Most tokens of a reply that updates the state.
         answer_tokens: Most tokens of the answer's reply.
         context_tokens: Tokens that prompt and reply may take together; what the endpoint says of its model where None.
+        guided: Have the endpoint keep the answer's reply to JSON, as that of an update always is.
 
     Raises:
         MiaError: A setting is out of range.
@@ -54,6 +55,7 @@ class AgentSettings:
     update_tokens: int = 1024
     answer_tokens: int = 512
     context_tokens: int | None = None
+    guided: bool = False
 
     def __post_init__(self) -> None:
         """Check each setting."""

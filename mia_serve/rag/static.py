@@ -10,6 +10,7 @@ from mia_serve.core.errors import MiaError
 from mia_serve.llm import LlmFailed, Usage
 from mia_serve.rag.fitting import Contents, PromptTooLong, Trimmed, fit
 from mia_serve.rag.modes import choose_mode, measure_signals
+from mia_serve.rag.prompts import answer_schema
 from mia_serve.rag.question import ANSWER_MODES, AnswerMode, Question
 from mia_serve.rag.reading import citations, read_answer
 from mia_serve.signature import Signature
@@ -101,6 +102,7 @@ async def answer(
     context_tokens: int | None = None,
     cite: bool = False,
     as_summary: bool = False,
+    guided: bool = False,
 ) -> Answer:
     """Have a question answered from passages.
 
@@ -118,6 +120,7 @@ async def answer(
         context_tokens: Tokens that prompt and reply may take together; what the endpoint says of its model where None.
         cite: Number the passages and ask to cite them.
         as_summary: Show the signature as the summary of the book, as MiA-Gen was trained.
+        guided: Have the endpoint keep the reply to the JSON of the task (`answer_schema`).
 
     Returns:
         The answer; one with ``failed`` set where the model gave none.
@@ -134,7 +137,9 @@ async def answer(
         tuple(evidence) if "evi" in mode else (),
         cite,
         as_summary,
+        guided,
     )
+    schema = answer_schema(question.task, len(question.options)) if guided else None
     context = context_tokens if context_tokens is not None else await client.context_tokens()
     limit = None if context is None else context - max_tokens
     trimmed = Trimmed()
@@ -142,7 +147,7 @@ async def answer(
         try:
             fitted = fit(question, contents, limit)
             trimmed = fitted.trimmed
-            reply = await client.chat(fitted.messages, max_tokens=max_tokens)
+            reply = await client.chat(fitted.messages, schema, max_tokens)
         except PromptTooLong as error:
             return Answer(None, "", (), signature, mode, (), trimmed, Usage(), "too long", detail=str(error))
         except LlmFailed as failure:
@@ -177,6 +182,7 @@ async def ask(
     context_tokens: int | None = None,
     cite: bool = False,
     as_summary: bool = False,
+    guided: bool = False,
 ) -> Answer:
     """Answer a question from a mindscape: signature, retrieval with it, and one call of the model.
 
@@ -194,6 +200,7 @@ async def ask(
         context_tokens: See `answer`.
         cite: See `answer`.
         as_summary: See `answer`.
+        guided: See `answer`.
 
     Raises:
         MiaError: A setting is unknown or out of range, or the mode shows what there is not.
@@ -222,6 +229,7 @@ async def ask(
         context_tokens=context_tokens,
         cite=cite,
         as_summary=as_summary,
+        guided=guided,
     )
 
 

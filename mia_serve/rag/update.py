@@ -144,14 +144,16 @@ async def _asked(
 ) -> tuple[Shown, _Reply]:
     """Ask within the model's context; where the endpoint finds the prompt too long all the same, ask with less."""
     context = settings.context_tokens or await counted.client.context_tokens()
-    limit = None if context is None else context - settings.update_tokens
+    # Of a small context at most a third is kept free: most updates need far less than they may have.
+    reply_tokens = settings.update_tokens if context is None else min(settings.update_tokens, context // 3)
+    limit = None if context is None else context - reply_tokens
     form = _SignedReply if settings.asks_signature else _Reply
     for tries_left in reversed(range(_TRIES)):
         fitted = fit_update(searcher, state, settings, limit)
         shape: Any = Annotated[form, WithJsonSchema(update_schema(fitted.shown, settings))]
         try:
             client = cast(ChatClient, counted)
-            return fitted.shown, await ask_json(client, fitted.messages, shape, settings.update_tokens)
+            return fitted.shown, await ask_json(client, fitted.messages, shape, reply_tokens)
         except LlmFailed as failure:
             if failure.reason != "too long" or not tries_left:
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine
 from typing import Any
 
@@ -252,3 +253,26 @@ def test_the_wider_a_question_the_more_tasks_see_the_signature() -> None:
     seen = [{task for task in NEEDED if choose_mode(task, signals) == "chunks+sig"} for signals in steps]
     assert seen == [{"claim"}, {"claim", "choice"}, {"claim", "choice", "letter"}, set(NEEDED)]
     assert choose_mode("claim", Signals(0, 9, 1, 1)) == "chunks"  # no signature to show
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "reply", "text"),
+    [
+        ("free", (), '{"answer": "the ferryman"}', "the ferryman"),
+        ("choice", ("a", "b"), '{"answer": "B", "reasoning": "The answer is A? No."}', "B"),
+        ("letter", ("a", "b"), '{"answer": "A"}', "A"),
+        ("claim", (), '{"explanation": "It is FALSE that", "answer": "TRUE"}', "TRUE"),
+    ],
+)
+def test_a_guided_reply_is_asked_for_by_a_bounded_schema(
+    task: Any, options: tuple[str, ...], reply: str, text: str
+) -> None:
+    with serving(lambda body: reply) as stub:
+        found = run(answered(stub, Question("q", "The ferryman lied.", task, options), guided=True))
+    assert found.text == text
+    body = stub.requests[-1]
+    schema = body["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == list(json.loads(reply)) and schema["additionalProperties"] is False
+    for field in schema["properties"].values():
+        assert "enum" in field or field["maxLength"] <= 400
+    assert "JSON" in body["messages"][-1]["content"]
