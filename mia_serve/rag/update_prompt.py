@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mia_serve.llm import LlmFailed, Message
 from mia_serve.rag.fitting import prompt_tokens
+from mia_serve.rag.prompts import as_text
 from mia_serve.rag.state import AgentSettings, AgentState, Fact
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def _instruction(settings: AgentSettings) -> str:
 
 
 def _block(title: str, letter: str, texts: tuple[str, ...] | list[str]) -> str:
-    numbered = [f"[{letter}{i}] {text}" for i, text in enumerate(texts, start=1)]
+    numbered = [f"[{letter}{i}] {as_text(text)}" for i, text in enumerate(texts, start=1)]
     return f"## {title}:\n" + ("\n".join(numbered) if numbered else "none")
 
 

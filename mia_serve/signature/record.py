@@ -20,7 +20,7 @@ class Signature:
             summary stands for all sessions of its book.
         gains: Marginal gain of each pick, in order of selection; empty where nothing was maximised.
         terms: f_Q, f_C, f_D and the value of the set, or None.
-        mode: How it was made: "coverage", "first_k", "global_summary" or "given".
+        mode: How it was made: "coverage", "first_k", "global_summary", "update" (by the agent) or "given".
         pick_terms: Marginal f_Q, f_C, f_D of each pick, unweighted: they sum to those of the set, and with their
             weights to the gains. Empty where nothing was maximised, and in records older than this field.
     """

@@ -370,3 +370,11 @@ def test_the_same_pair_chosen_in_another_way_is_not_searched_again():
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
     with pytest.raises(MiaError, match=next(iter(wrong))):
         AgentSettings(**wrong)
+
+
+def test_the_answer_cites_passages_where_it_is_asked_to():
+    result, _, requests = played([reply("ANSWER")], AgentSettings(k=3, k_sum=2, cite=True), "the boat [P2]")
+    assert result.answer.text == "the boat" and result.answer.cited
+    assert result.answer.citations == (result.steps[-1].chunks[1],)
+    assert "[P3] " in requests[-1]["messages"][1]["content"]
+    assert not played([reply("ANSWER")], answer="the boat [P2]")[0].answer.cited

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mia_serve.mindscape import Book, Mindscape
 from mia_serve.rag.batching import AsyncRetriever
 from mia_serve.retriever import Retriever
 from mia_serve.signature import Signature
+from tests.rag.agent_world import words_retriever
 
 PEOPLE = ["ferryman", "miller", "captain", "widow", "clerk", "smith"]
 THINGS = ["lamp", "ledger", "key", "boat", "clock", "oar", "coat", "letter"]
@@ -219,3 +221,42 @@ def test_other_work_shares_the_worker(tiny: Retriever):
 
     assert asyncio.run(ask()) == [i * i for i in range(100)]
     assert [len(batch) for batch in batches] == [64, 36]
+
+
+def test_results_that_are_not_one_an_item_fail_who_asked() -> None:
+    async def ask() -> None:
+        async with AsyncRetriever(words_retriever()) as searcher:
+            with pytest.raises(ValueError):
+                await asyncio.wait_for(searcher.together(lambda retriever, items: [], 1), 30)
+            assert (await searcher.search("boat", 1)).ids
+
+    asyncio.run(ask())
+
+
+def test_one_loop_after_the_other_and_closed_from_a_third() -> None:
+    searcher = AsyncRetriever(words_retriever())
+    first, second = (asyncio.run(searcher.search("boat", 2)) for _ in range(2))
+    assert first == second
+    asyncio.run(searcher.close())
+
+
+def test_a_second_loop_at_the_same_time_is_refused() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(retriever: Retriever, items: list[int]) -> list[int]:
+        entered.set()
+        leave.wait(30)
+        return items
+
+    async def ask(item: int) -> int:
+        return await searcher.together(slow, item)
+
+    searcher = AsyncRetriever(words_retriever())
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(asyncio.run, ask(1))
+        assert entered.wait(30)
+        with pytest.raises(MiaError, match="another event loop"):
+            asyncio.run(ask(2))
+        leave.set()
+        assert first.result(30) == 1
+    asyncio.run(searcher.close())

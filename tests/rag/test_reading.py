@@ -38,6 +38,19 @@ from mia_serve.rag import TASKS, Task, citations, read_answer
         ("  \n ", None),
         ("```\n```", None),
         ("[P1]", None),
+        ('{"answer": "the brass lamp",}', "the brass lamp"),
+        ('{"answer": "the brass lamp", "reasoning": "it was cut', "the brass lamp"),
+        ('{"answer": 7}', "7"),
+        ('{"answer": ["a lamp", "an oar"]}', "a lamp, an oar"),
+        ('{"answer": ""}', None),
+        ('{"answer": null}', None),
+        ("# Answer\nthe brass lamp", "the brass lamp"),
+        ("**Final answer**\n\nthe brass lamp", "the brass lamp"),
+        ("<explanation>It hung there.</explanation><answer>the brass lamp</answer>", "the brass lamp"),
+        ("\\boxed{\\text{the brass lamp}}", "the brass lamp"),
+        ("那本账【P3】", "那本账"),
+        ("---\nthe brass lamp", "the brass lamp"),
+        ("…", None),
     ],
 )
 def test_a_phrase_is_read_without_what_stands_around_it(reply: str, phrase: str | None) -> None:
@@ -66,6 +79,26 @@ def test_a_phrase_is_read_without_what_stands_around_it(reply: str, phrase: str 
         ("选B。", "B"),
         ("答案是Ｂ，因为甲不在场。", "B"),
         ("<think>A? C?</think>B", "B"),
+        ("B. Because A was at sea, and C had left.", "B"),
+        ("D. Vitamin C", "D"),
+        ("C。因为A不在场", "C"),
+        ("A: no. B: no. C: yes.", "C"),
+        ("Final answer: \\(\\boxed{B}\\)", "B"),
+        ("The answer isn't A. Hence C.", "C"),
+        ("The answer is A man in grey (B)", "B"),
+        ("Answer: A\nthe oarsman", "A"),
+        ("Answer: A or B", None),
+        ("Answer: A/B", None),
+        ("答案：A、B", None),
+        ("A, B", None),
+        ("B or C", None),
+        ('{"answer": ["A", "B"]}', None),
+        ('{"answer": null, "reasoning": "Perhaps C"}', None),
+        ('{"answer": "", "reasoning": "It could be C"}', None),
+        ("The answer is not B.", None),
+        ("neither A nor B", None),
+        ("None of A, B, C or D.", None),
+        ("A is wrong. B is wrong. C fits. D is wrong.", None),
         ('{"answer": "A or B"}', None),
         ('{"answer": "E"}', None),
         ("E", None),
@@ -99,6 +132,9 @@ def test_only_options_that_there_are_count() -> None:
         ("Answer: true", "TRUE"),
         ("FALSE. She never left the island.", "FALSE"),
         ("<think>TRUE</think>FALSE", "FALSE"),
+        ("<answer>[TRUE]</answer>", "TRUE"),
+        ("<answer>`False`</answer>", "FALSE"),
+        ("\\boxed{FALSE}", "FALSE"),
         ("<answer>TRUE or FALSE</answer>", None),
         ("Is it TRUE or FALSE?", None),
         ("It is not true.", None),
@@ -125,6 +161,9 @@ def test_citations_are_marks_of_passages_that_were_shown() -> None:
     assert citations("[P1] and [P1]", ids) == ("b:7",)
     assert citations("[P4] [P0] [P99999999] [sic] [3] P1 [P1: see]", ids) == ()
     assert citations("<think>[P1]</think>那本账 [P2、P3]", ids) == ("b:2", "c:0")
+    assert citations("那本账【P3】 [P1 and P2]", ids) == ("c:0", "b:7", "b:2")
+    assert citations("the lamp [P1-P3]", ids) == citations("the lamp [P1–3]", ids) == ids
+    assert citations("[P1-P9999] [P3-P1]", ids) == ("b:7", "c:0")
 
 
 def test_SRV_27_nothing_in_a_reply_is_run(tmp_path: Path) -> None:
@@ -156,7 +195,7 @@ def test_no_reply_makes_reading_fail(reply: str, task: Task, n_options: int) -> 
 @pytest.mark.parametrize(
     "unit",
     ['{"a":', "[", "<think>", "P1", "[P1", "[P" + "1" * 70 + "x]", "answer: ", "A ", '"', "** - ", "\n", "{",
-     "<answer> ", "- "],
+     "<answer> ", "- ", ".", "!?", "。", " ", "\\boxed{", '"answer": "', "【P1", "not ", "option "],
 )  # fmt: skip
 def test_a_reply_of_100_kB_is_read_in_no_time(unit: str) -> None:
     reply = unit * (100_000 // len(unit))
