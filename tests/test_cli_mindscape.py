@@ -109,6 +109,9 @@ def test_wrong_use_is_one_line(run: Run, books: Path, tiny_bert: Path, tmp_path:
         (*build, "--data", "saltmarsh", "--summarizer", "keywords"): "saltmarsh brings its own",
         (*build, books, "--chunk-tokens", 40, "--overlap", 40): "--overlap 40 is not below the chunk size 40",
         (*build, books, "--json", tmp_path / "m" / "x.json"): "its folder does not exist",
+        (*build, books, "--replay", "--llm-cache", tmp_path / "x"): "--llm-cache, --replay and the like are for",
+        (*build, "--data", "saltmarsh", "--chunk-tokens", 40): "saltmarsh is cut already",
+        ("mindscape", "build", books, "-o", "/"): "'/' is no place for a mindscape",
         (*build, books, "--series", tmp_path / "none.json"): "none.json",
         ("mindscape", "append", tmp_path / "none", books): "no such folder",
         ("mindscape", "append", tmp_path / "old", books): "is not a mindscape",
@@ -116,6 +119,35 @@ def test_wrong_use_is_one_line(run: Run, books: Path, tiny_bert: Path, tmp_path:
     for arguments, message in cases.items():
         assert message in one_line(run(*arguments)), arguments
     assert not (tmp_path / "m").exists()
+
+
+def test_json_never_replaces_what_is_read(run: Run, books: Path, tiny_bert: Path, tmp_path: Path) -> None:
+    out, one, series = tmp_path / "m", books / "north.jsonl", tmp_path / "series.json"
+    series.write_text(json.dumps({"coasts": ["north", "south"]}))
+    kept = {path: path.read_text() for path in (one, series)}
+    build = ("mindscape", "build", "-o", out, "--encoder", tiny_bert)
+    for arguments in ((one, "--json", one), (books, "--json", one), (books, "--series", series, "--json", series)):
+        assert "so that neither is lost" in one_line(run(*build, *arguments)), arguments
+    assert not out.exists() and run(*build, one).code == 0
+    for source in (one, books):
+        assert "so that neither is lost" in one_line(run("mindscape", "append", out, source, "--json", one))
+    assert {path: path.read_text() for path in kept} == kept
+
+
+def test_sessions_without_an_id_are_new_ones(run: Run, tiny_bert: Path, tmp_path: Path) -> None:
+    whole, part, out = tmp_path / "whole", tmp_path / "us.jsonl", tmp_path / "m"
+    whole.mkdir()
+    rows = [json.dumps({"messages": [{"role": "user", "content": f"I ask {i} of lamp {i}"}]}) + "\n" for i in range(4)]
+    (whole / "us.jsonl").write_text("".join(rows))
+    options = ("--encoder", tiny_bert, "--summarizer", "keywords")
+    assert run("mindscape", "build", whole, "-o", tmp_path / "one", *options).code == 0
+    for a, b in ((0, 1), (1, 3), (3, 4)):
+        part.write_text("".join(rows[a:b]))
+        command = ("append", out, part) if a else ("build", part, "-o", out, *options)
+        assert run("mindscape", *command).code == 0
+    one, grown = Mindscape.load(tmp_path / "one"), Mindscape.load(out)
+    assert one.chunks == grown.chunks and [s.id for s in grown.sessions] == ["us:s1", "us:s2", "us:s3", "us:s4"]
+    assert "--llm-model: the summaries of" in one_line(run("mindscape", "append", out, part, "--llm-model", "m"))
 
 
 @pytest.mark.parametrize("summarizer", ["extractive", "keywords"])
@@ -293,6 +325,11 @@ def test_entities_are_nodes_and_a_recording_is_enough(run: Run, books: Path, tin
     m = Mindscape.load(tmp_path / "m")
     assert {n.book_id for n in m.nodes} == {"north", "south", "east"} and m.notes["failed_entities"]
     replies = ("--llm-cache", tmp_path / "m.replies.jsonl", "--replay")
+    (tmp_path / "map.json").write_text(json.dumps({"coasts": ["north", "south"]}))
+    both = ("--entities", "--series", tmp_path / "map.json", *replies)
+    assert run("mindscape", "build", books, "-o", tmp_path / "by", *options, *both).code == 0
+    missing = Mindscape.load(tmp_path / "by" / "coasts").notes["failed_entities"]
+    assert missing and {chunk.split(":")[0] for chunk in missing} == {"north", "south"}
     ran = run("mindscape", "build", books, "-o", tmp_path / "again", *options, "--entities", *replies)
     assert ran.code == 0, ran.err  # the endpoint is gone; what failed then fails again
     assert content(tmp_path / "again") == content(tmp_path / "m")

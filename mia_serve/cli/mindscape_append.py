@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -39,7 +40,7 @@ from mia_serve.cli.llm_options import (
 )
 from mia_serve.cli.mindscape_build import build_lock, llm_record
 from mia_serve.cli.mindscape_show import fact_lines, facts
-from mia_serve.cli.mindscape_writers import Summarizer, Writers, open_writers, replies_file
+from mia_serve.cli.mindscape_writers import Summarizer, Writers, check_kept, llm_given, open_writers, replies_file
 
 if TYPE_CHECKING:
     from mia_serve.core import Encoder
@@ -77,23 +78,30 @@ def append(
     """Add text to books, turns to chats, and new books and chats to a mindscape.
 
     A book or chat of the same id goes on: its text is continued, a session of the same id gets more turns, and a new
-    session ends the one before. Only windows that changed are summed up again, and only what is new is encoded. Readers
-    see the mindscape as it was, or as it is then.
+    session, or one without an id, ends the one before. Only windows that changed are summed up again, and only what is
+    new is encoded. Readers see the mindscape as it was, or as it is then.
     """
     check_output(json_to, "--json")
     check_folder(folder, "mindscape")
     replies = replies_file(folder, llm_cache)
     check_outside({"--json": json_to, "--llm-cache": llm_cache}, {"the mindscape": folder})
-    check_apart({"--json": json_to}, {"--llm-cache": replies, "SOURCE": source})
+    check_apart({"--json": json_to}, {"--llm-cache": replies})
+    check_kept(json_to, source)
     with build_lock(folder):
         from mia_serve.mindscape import Mindscape, read_sources
 
         old = Mindscape.load(folder)
-        settings = _settings(folder, old, llm)
+        settings = _settings(folder, old)
         sources = read_sources(source)
         for line in sources.skipped:
             notice(f"skipped {line}")
         kind = Summarizer(settings["summarizer"])
+        if kind is not Summarizer.llm:
+            given = llm_given(llm, llm_model, llm_cache, replay, llm_budget)
+            if given:
+                raise ValueError(
+                    f"{given}: the summaries of {folder} are {kind.value}, no model is asked; leave it out"
+                )
         client = None
         if kind is Summarizer.llm:
             name = llm_model or settings.get("llm")
@@ -117,14 +125,12 @@ def append(
     emit(text, record, json_to)
 
 
-def _settings(folder: Path, mindscape: Mindscape, llm: str | None) -> dict[str, Any]:
+def _settings(folder: Path, mindscape: Mindscape) -> dict[str, Any]:
     settings = mindscape.notes.get("build")
     if not isinstance(settings, dict) or settings.get("summarizer") not in list(Summarizer):
         raise ValueError(
             f"{folder} does not say how it was built (of a benchmark, or long ago); build it from a SOURCE"
         )
-    if llm is not None and settings["summarizer"] != Summarizer.llm:
-        raise ValueError(f"--llm: the summaries of {folder} are {settings['summarizer']}; leave it out")
     return settings
 
 
@@ -181,7 +187,12 @@ def _additions(
             text_addition(old, book.id, text, model.tokenizer, size, overlap or 0, book.title, book.author)
         )
     for chat in sources.chats:
-        additions += [Addition(chat.id, s.turns, s.id, s.date, s.turn_ids, chat.title) for s in chat.sessions]
+        # Sessions without a name are new ones, numbered on from those that are there.
+        there = [s.id.partition(":")[2] for s in old.sessions if s.book_id == chat.id]
+        number = max([len(there), *(int(name[1:]) for name in there if re.fullmatch(r"s[0-9]{1,9}", name))])
+        for s in chat.sessions:
+            name = s.id if s.named else f"s{number + int(s.id[1:])}"
+            additions.append(Addition(chat.id, s.turns, name, s.date, s.turn_ids, chat.title))
     return additions
 
 

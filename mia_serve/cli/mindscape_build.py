@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ from mia_serve.cli.llm_options import (
     open_client,
 )
 from mia_serve.cli.mindscape_show import fact_lines, facts
-from mia_serve.cli.mindscape_writers import Summarizer, Writers, open_writers, replies_file
+from mia_serve.cli.mindscape_writers import Summarizer, Writers, check_kept, llm_given, open_writers, replies_file
 
 if TYPE_CHECKING:
     from mia_serve.core import Encoder
@@ -103,9 +104,11 @@ def build(
     was stopped, and asks for nothing twice.
     """
     check_output(json_to, "--json")
-    _check_use(source, data, summarizer, series, entities, llm, overlap, chunk_tokens)
+    given = llm_given(llm, llm_model, llm_cache, replay, llm_budget) or "--entities" * entities
+    _check_use(source, data, summarizer, series, given, overlap, chunk_tokens)
     check_outside({"--json": json_to, "--llm-cache": llm_cache}, {"--out": out})
     check_apart({"--json": json_to}, {"--llm-cache": replies_file(out, llm_cache)})
+    check_kept(json_to, source, series)
     with build_lock(out):
         if data is not None:
             record, text = _benchmark(out, data.value, split, encoder, Encoders(device, cache_folder(cache)))
@@ -180,7 +183,7 @@ def build_lock(out: Path) -> Iterator[None]:
     from mia_serve.core.errors import MiaError
     from mia_serve.core.storage import lock_file, unlock_file
 
-    out = out.absolute()
+    out = Path(os.path.realpath(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = out.with_name(f".{out.name}.lock")
     try:
@@ -199,8 +202,7 @@ def _check_use(
     data: Data | None,
     summarizer: Summarizer,
     series: str | None,
-    entities: bool,
-    llm: str | None,
+    llm_options: str,
     overlap: int | None,
     chunk_tokens: int | None,
 ) -> None:
@@ -208,8 +210,10 @@ def _check_use(
         raise ValueError("give the texts once: either SOURCE, a folder or file, or --data NAME")
     if data is not None and (summarizer is not Summarizer.extractive or series is not None):
         raise ValueError(f"--summarizer and --series are for a SOURCE; {data.value} brings its own, leave them out")
-    if summarizer is not Summarizer.llm and (entities or llm is not None):
-        raise ValueError("--entities and --llm are for --summarizer llm; add it, or leave them out")
+    if data is not None and (overlap is not None or chunk_tokens is not None):
+        raise ValueError(f"--chunk-tokens and --overlap are for a SOURCE; {data.value} is cut already, leave them out")
+    if summarizer is not Summarizer.llm and llm_options:
+        raise ValueError(f"{llm_options} and the like are for --summarizer llm; add it, or leave them out")
     if overlap is not None and chunk_tokens is not None and overlap >= chunk_tokens:
         raise ValueError(f"--overlap {overlap} is not below the chunk size {chunk_tokens}; give a smaller one")
 
@@ -271,7 +275,7 @@ def _summed_up(
     settings: dict[str, Any],
 ) -> Mindscape:
     from mia_serve.mindscape import build_mindscape
-    from mia_serve.mindscape.append import FAILED
+    from mia_serve.mindscape.append import FAILED, NO_ENTITIES
 
     say = progress()
     say(f"cutting {len(sources.books)} books, {len(sources.chats)} chats")
@@ -304,7 +308,7 @@ def _summed_up(
             found = writers.llm.run(extract_entities(writers.llm.client, mindscape.chunks))
             nodes = tuple(found.nodes)
             if found.failures:
-                notes["failed_entities"] = dict(found.failures)
+                notes[NO_ENTITIES] = dict(found.failures)
                 notice(f"no entities of {len(found.failures)} chunks; run again to ask for them again")
     return replace(mindscape, books=books, nodes=nodes, notes=notes)
 
@@ -313,7 +317,7 @@ def _save(
     out: Path, groups: dict[str, list[str]], mindscape: Mindscape, model: Encoder, encoder: str
 ) -> tuple[dict[str, Any], str]:
     """Write the mindscape, or one a series; return what there is to say of them, for JSON and for people."""
-    from mia_serve.mindscape.append import FAILED
+    from mia_serve.mindscape.append import FAILED, NO_ENTITIES
     from mia_serve.mindscape.series import select_books
     from mia_serve.mindscape.vectors import embed_mindscape, select_vectors
 
@@ -324,11 +328,11 @@ def _save(
     records = {}
     for name, books in groups.items():
         part = select_books(mindscape, books)
-        own = {session.id for session in part.sessions}
-        failed = {s: label for s, label in mindscape.notes.get(FAILED, {}).items() if s in own}
-        notes = {key: value for key, value in mindscape.notes.items() if key != FAILED} | (
-            {FAILED: failed} if failed else {}
-        )
+        own = {row.id for rows in (part.sessions, part.chunks) for row in rows}
+        notes = dict(mindscape.notes)
+        for what in (FAILED, NO_ENTITIES):
+            failed = {name: label for name, label in notes.pop(what, {}).items() if name in own}
+            notes |= {what: failed} if failed else {}
         part = replace(part, notes=notes | {"series": name})
         place = out / folder_name(name)
         with build_lock(place):

@@ -49,7 +49,7 @@ def show(
 
 def facts(folder: Path, mindscape: Mindscape) -> dict[str, Any]:
     """Return what there is to say of a mindscape and its folder, as JSON has it."""
-    from mia_serve.mindscape.append import FAILED, OPEN
+    from mia_serve.mindscape.append import FAILED, NO_ENTITIES, OPEN
     from mia_serve.mindscape.store import read_manifest
 
     vectors = read_manifest(folder)["vectors"]
@@ -65,7 +65,7 @@ def facts(folder: Path, mindscape: Mindscape) -> dict[str, Any]:
         "built": dict(mindscape.notes.get("build", {})),
         "open": list(mindscape.notes.get(OPEN, ())),
         "failed": dict(mindscape.notes.get(FAILED, {})),
-        "failed_entities": dict(mindscape.notes.get("failed_entities", {})),
+        "failed_entities": dict(mindscape.notes.get(NO_ENTITIES, {})),
         "vectors": {name: {key: entry[key] for key in ("rows", "dim", "spec_hash")} for name, entry in vectors.items()},
     }
 

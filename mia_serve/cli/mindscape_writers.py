@@ -9,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mia_serve.cli.common import notice
+from mia_serve.cli.common import check_apart, notice
+from mia_serve.core.errors import MiaError
 
 if TYPE_CHECKING:
     from mia_serve.core.cached_encoder import CachedEncoder
@@ -143,7 +144,28 @@ def open_writers(
 
 def replies_file(out: Path, cache: Path | None) -> Path:
     """Return where the model's replies are kept: beside the mindscape, where no file is named."""
+    if not out.absolute().name:
+        raise MiaError(f"{str(out)!r} is no place for a mindscape; give a folder in it")
     return cache if cache is not None else out.absolute().with_name(f"{out.absolute().name}.replies.jsonl")
+
+
+def llm_given(llm: str | None, model: str | None, cache: Path | None, replay: bool, budget: int | None) -> str:
+    """Name the options that were given for a language model, for commands that ask none."""
+    options = {"--llm": llm, "--llm-model": model, "--llm-cache": cache, "--replay": replay, "--llm-budget": budget}
+    return ", ".join(name for name, value in options.items() if value)
+
+
+def check_kept(json_to: str | None, source: Path | None, series: str | None = None) -> None:
+    """Refuse a ``--json`` that would overwrite what is read: a book or chat, or the map of series.
+
+    Raises:
+        MiaError: It does.
+    """
+    read: dict[str, str | Path | None] = {"SOURCE": source, "--series": None if series == "author" else series}
+    if source is not None and source.is_dir():
+        kinds = (".txt", ".epub", ".jsonl", ".jsonl.gz")
+        read |= {f"{item.name} in SOURCE": item for item in source.iterdir() if item.name.lower().endswith(kinds)}
+    check_apart({"--json": json_to}, read)
 
 
 def _windows(mindscape: Mindscape | None) -> list[Window]:

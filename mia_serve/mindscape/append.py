@@ -12,8 +12,9 @@ from mia_serve.mindscape.chunking import OpenText, chunk_open
 from mia_serve.mindscape.mindscape import Mindscape, Summarise, summarised
 from mia_serve.mindscape.records import BookFacts, Chunk, Session, Tail, Window
 
-#: Notes of a mindscape: sessions whose summary is provisional; session -> why its summary is a stand-in.
-OPEN, FAILED = "open", "failed"
+#: Notes of a mindscape: sessions whose summary is provisional; session -> why its summary is a stand-in; chunk -> why
+#: its entities are missing.
+OPEN, FAILED, NO_ENTITIES = "open", "failed", "failed_entities"
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ def _parts(mindscape: Mindscape) -> dict[str, list[_Part]]:
     books: dict[str, list[_Part]] = {}
     for s in mindscape.sessions:
         own = books.setdefault(s.book_id, [])
-        window = s.id == f"{s.book_id}:w{len(own)}"
+        # A session of a chat may be called w0 too, and its turns w0:0, w0:1 and so on.
+        window = s.id == f"{s.book_id}:w{len(own)}" and not s.chunk_ids[0].startswith(f"{s.id}:")
         held = [texts[i] for i in s.chunk_ids]
         own.append(_Part(s.id, s.book_id, s.title, s.date, list(s.chunk_ids), held, s.summary, window))
     return books
@@ -236,13 +238,13 @@ def _add(parts: list[_Part], addition: Addition, window: int | None) -> None:
 
 def _add_turns(parts: list[_Part], addition: Addition, session: str) -> None:
     name = f"{addition.book_id}:{session}"
+    if parts and parts[-1].window:
+        raise MiaError(f"{addition.book_id!r} is a book: add chunks to it, without a session")
     if not parts or parts[-1].id != name:
         if any(part.id == name for part in parts):
             raise MiaError(f"session {session!r} of {addition.book_id!r} has ended: add to its last one, or a new one")
         title = parts[-1].title if parts else addition.title
         parts.append(_Part(name, addition.book_id, title, addition.date, window=False))
-    elif parts[-1].window:
-        raise MiaError(f"{addition.book_id!r} is a book: add chunks to it, without a session")
     names = [*addition.names, *[""] * (len(addition.texts) - len(addition.names))]
     ids = turn_ids(session, names, len(parts[-1].ids))
     parts[-1].ids += [f"{addition.book_id}:{i}" for i in ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import posixpath
 import re
 import zipfile
@@ -54,7 +55,7 @@ def read_epub(path: Path) -> EpubText:
     try:
         with zipfile.ZipFile(path) as archive:
             return _read(archive, path)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError) as error:
         raise MiaError(f"{path} is no EPUB, or was cut off ({error}); get the file again") from None
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,12 +50,16 @@ class SourceBook:
 
 @dataclass(frozen=True)
 class SourceSession:
-    """One session of a chat: its turns as `speaker: text`, the date as the source writes it, turn names (or `""`)."""
+    """One session of a chat: its turns as `speaker: text`, the date as the source writes it, turn names (or `""`).
+
+    One that the source does not name is called `s` and its number in the source, and is not `named`.
+    """
 
     id: str
     turns: tuple[str, ...]
     date: str = ""
     turn_ids: tuple[str, ...] = ()
+    named: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,11 @@ def read_sources(path: str | Path) -> Sources:
         skipped = f" (skipped: {'; '.join(reading.skipped)})" if reading.skipped else ""
         raise MiaError(f"{str(path)!r} holds no book and no chat{skipped}: give .txt, .epub, or .jsonl with {_KINDS}")
     chats = [
-        SourceChat(chat, tuple(_session(*item) for item in sessions.items()), reading.titles.get(chat, ""))
+        SourceChat(
+            chat,
+            tuple(_session(name, *found, (chat, name) not in reading.unnamed) for name, found in sessions.items()),
+            reading.titles.get(chat, ""),
+        )
         for chat, sessions in reading.turns.items()
     ]
     return Sources(reading.books, chats, reading.skipped)
@@ -165,12 +174,16 @@ class _Reading:
         self.skipped: list[str] = []
         self.titles: dict[str, str] = {}  # of chats
         self.turns: dict[str, dict[str, tuple[str, list[tuple[str, str]]]]] = {}  # chat -> session -> date, (id, text)
+        self.unnamed: set[tuple[str, str]] = set()  # chat and session, of sessions that are numbered here
         self._places: dict[str, str] = {}  # where each book and chat comes from
         self._last: dict[str, str] = {}  # the session that a chat is in
+        self._turn_ids: set[tuple[str, str]] = set()  # chat and turn
 
     def read(self, file: Path) -> None:
         if file.is_dir():
             self.skipped.append(f"{file.name}: a folder")
+        elif file.exists() and not file.is_file():
+            self.skipped.append(f"{file.name}: no plain file")  # a pipe would be waited for
         elif file.suffix.lower() == ".txt":
             title = file.stem.replace("_", " ").replace("-", " ")
             self._book(SourceBook(_BAD_ID.sub("_", file.stem), title, "", _read_text(file)), str(file))
@@ -212,8 +225,12 @@ class _Reading:
         self._book(SourceBook(book, " ".join(title.split()), " ".join(author.split()), text), row.place)
 
     def _book(self, book: SourceBook, place: str) -> None:
-        if not book.text.strip():
+        if not book.id:
+            raise MiaError(f"{place}: the book has neither id nor title; give it one")
+        if not any(_is_seen(character) for character in book.text):
             raise MiaError(f"{place}: book {book.id!r} is empty; remove it or give its text")
+        if "\0" in book.text:
+            raise MiaError(f"{place}: book {book.id!r} holds NUL characters, as UTF-16 does; convert it to UTF-8")
         self._claim(book.id, place)
         self.books.append(book)
 
@@ -241,7 +258,10 @@ class _Reading:
         self._session(row, chat, f"s{len(self.turns.get(chat, {})) + 1}")
 
     def _session(self, row: _Row, chat: str, default: str) -> None:
-        session = row.id("id", "session", default=default)
+        session = row.id("id", "session", default="")
+        if not session:
+            session = default
+            self.unnamed.add((chat, session))
         if session in self.turns.get(chat, {}):
             raise MiaError(f"{row.place}: chat {chat!r} has two sessions {session!r}; give every session its own id")
         for i, item in enumerate(row.items("turns" if "turns" in row.value else "messages"), 1):
@@ -264,12 +284,21 @@ class _Reading:
             return
         self._last[chat] = session
         turns = self.turns.setdefault(chat, {}).setdefault(session, (date, []))[1]
-        turns.append((row.text("id", "dia_id").strip(), f"{speaker}: {text}" if speaker else text))
+        name = row.text("id", "dia_id").strip()
+        key = (chat, name or f"{session}:{len(turns)}")
+        if key in self._turn_ids:
+            raise MiaError(f"{row.place}: chat {chat!r} has two turns {key[1]!r}; give every turn its own id, or none")
+        self._turn_ids.add(key)
+        turns.append((name, f"{speaker}: {text}" if speaker else text))
 
 
-def _session(session_id: str, found: tuple[str, list[tuple[str, str]]]) -> SourceSession:
-    date, turns = found
-    return SourceSession(session_id, tuple(text for _, text in turns), date, tuple(name for name, _ in turns))
+def _session(session_id: str, date: str, turns: list[tuple[str, str]], named: bool) -> SourceSession:
+    return SourceSession(session_id, tuple(text for _, text in turns), date, tuple(name for name, _ in turns), named)
+
+
+def _is_seen(character: str) -> bool:
+    """Tell whether a character is neither white space nor one of control, format or private use."""
+    return not character.isspace() and not unicodedata.category(character).startswith("C")
 
 
 def _kind(row: dict[str, Any]) -> str:

@@ -58,7 +58,7 @@ def save(mindscape: Mindscape, path: str | Path, vectors: Mapping[str, tuple[np.
     Raises:
         MiaError: `path` holds something that is not a mindscape, or a vector file does not fit the mindscape.
     """
-    path = Path(path).absolute()
+    path = Path(os.path.realpath(path))  # a link stays one, and what it names is replaced
     vectors = dict(vectors or {})
     for name, (array, spec_hash) in vectors.items():
         _check_vectors(mindscape, name, array, spec_hash)
@@ -211,7 +211,11 @@ def _write(mindscape: Mindscape, folder: Path, vectors: Mapping[str, tuple[np.nd
     entries = {}
     for name, (array, spec_hash) in vectors.items():
         file = f"vectors.{name}.npy"
-        np.save(folder / file, array, allow_pickle=False)
+        try:
+            np.save(folder / file, array, allow_pickle=False)
+        except OSError as error:
+            # NumPy says of a full disk only how much of an array was written.
+            raise OSError(f"{file} cannot be written ({error}): is there room on the device of {folder}?") from error
         entries[name] = {"file": file, "spec_hash": spec_hash, "rows": array.shape[0], "dim": array.shape[1]}
     files = {}
     for item in sorted(folder.iterdir()):
@@ -249,7 +253,7 @@ def _keep_others(old: Path, new: Path) -> None:
 
 
 def _open(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    path = Path(path).absolute()
+    path = Path(os.path.realpath(path))
     recover(path)
     if not path.is_dir():
         raise FileNotFoundError(f"no mindscape at {path}: give the folder that `mia-serve mindscape build` wrote")

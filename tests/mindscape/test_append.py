@@ -211,3 +211,14 @@ def test_a_session_that_has_ended_and_a_chat_without_session_are_refused():
         append_chunks(m, "c", ["x"], Counting())
     with pytest.raises(MiaError, match="chunk id 'c:D1' occurs twice"):
         add(add(m, chat([("s2", "D1", "x")]), Counting()), chat([("s2", "D1", "x")]), Counting())
+
+
+def test_a_chat_that_is_called_like_a_book_does_not_mix_with_it(two_books):
+    with pytest.raises(MiaError, match="'red' is a book: add chunks to it"):
+        append_chunks(two_books, "red", ["I say x"], Counting(), session="s1")
+
+
+def test_sessions_that_are_called_like_windows_go_on():
+    turns = [("w0", "", "I say a"), ("w1", "", "I say b"), ("w1", "", "I say c")]
+    grown = build_mindscape(chat(turns[:2]), None, Counting(), summarizer="counting")
+    same(add(grown, chat(turns[2:]), Counting()), build_mindscape(chat(turns), None, Counting(), summarizer="counting"))

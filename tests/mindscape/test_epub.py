@@ -125,3 +125,18 @@ def test_entities_that_grow_without_end_are_refused(parts, tmp_path):
     parts["OEBPS/book.opf"] = f'<?xml version="1.0"?><!DOCTYPE p [<!ENTITY l0 "lol">{lol}]><package>&l11;</package>'
     with pytest.raises(MiaError, match="is not XML"):
         read_epub(write(tmp_path / "x.epub", parts))
+
+
+def test_whatever_is_broken_inside_is_said_of_the_file(parts, tmp_path):
+    path = tmp_path / "x.epub"
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA):
+        with zipfile.ZipFile(path, "w", method) as archive:
+            for name, content in parts.items():
+                archive.writestr(name, content)
+            start = archive.getinfo("OEBPS/book.opf").header_offset
+        content = bytearray(path.read_bytes())
+        for i in range(start + 60, start + 90):
+            content[i] ^= 0x5A
+        path.write_bytes(content)
+        with pytest.raises(MiaError, match="is no EPUB, or was cut off"):
+            read_epub(path)

@@ -81,12 +81,12 @@ def test_chats_in_their_three_forms(tmp_path):
     found = read_sources(tmp_path)
     d1 = SourceSession("D1", ("A: hi", "B: hello"), "8 May", ("", "D1:2"))
     assert found.chats == [
-        SourceChat("one", (d1, SourceSession("s2", ("bye",), "", ("",))), "Us"),
+        SourceChat("one", (d1, SourceSession("s2", ("bye",), "", ("",), False)), "Us"),
         SourceChat("one-2", (d1,)),
         SourceChat(
             "two",
             (
-                SourceSession("s1", ("user: what is\nthis?",), "", ("",)),
+                SourceSession("s1", ("user: what is\nthis?",), "", ("",), False),
                 SourceSession("x", ("assistant: A lamp.",), "9 May", ("",)),
             ),
         ),
@@ -126,6 +126,14 @@ BOOK = {"id": "a", "title": "A", "text": "x"}
         ([{"turns": [3]}], "line 1, turn 1: it is a int; give an object"),
         ([{"session": "", "text": "x"}], "line 1: 'session' is empty"),
         ([{"session": s, "text": "x"} for s in "aba"], "line 3: session 'a' had ended"),
+        ([BOOK | {"text": "\u200b\u200d\x01"}], "line 1: book 'a' is empty"),
+        ([BOOK | {"text": "a\0b\0"}], "line 1: book 'a' holds NUL characters, as UTF-16 does"),
+        ([{"id": "", "title": " ", "text": "x"}], "line 1: the book has neither id nor title"),
+        (
+            [{"turns": [{"id": "t", "text": "a"}, {"id": "t", "text": "b"}]}],
+            "line 1, turn 2: chat 'x' has two turns 't'",
+        ),
+        ([{"turns": ["a"]}, {"turns": [{"id": "s1:0", "text": "b"}]}], "line 2, turn 1: chat 'x' has two turns 's1:0'"),
         ([{"claim": "x"}], r"holds no book and no chat \(skipped: x\.jsonl: its rows"),
         ([], r"holds no book and no chat \(skipped: x\.jsonl: empty\)"),
     ],
@@ -160,6 +168,16 @@ def test_wrong_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MOST_LINE", 200)
     with pytest.raises(MiaError, match=r"line 1: it unpacks to a size that no book needs"):
         read_sources(tmp_path / "z.jsonl.gz")
+
+
+def test_pipes_are_not_waited_for_and_utf16_without_a_mark_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("Text.")
+    os.mkfifo(tmp_path / "b.txt")
+    found = read_sources(tmp_path)
+    assert ([b.id for b in found.books], found.skipped) == (["a"], ["b.txt: no plain file"])
+    (tmp_path / "a.txt").write_bytes("Text.".encode("utf-16-le"))
+    with pytest.raises(MiaError, match=r"a\.txt: book 'a' holds NUL characters"):
+        read_sources(tmp_path)
 
 
 def test_to_books():

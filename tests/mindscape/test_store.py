@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -266,3 +267,27 @@ def test_a_reader_finds_a_whole_mindscape_while_writers_replace_it(two_books, tm
         assert path.is_dir()
     writer.join()
     assert seen == {1, 9} and os.listdir(tmp_path) == ["m"]
+
+
+def test_a_full_disk_is_named_and_loses_nothing(two_books, tmp_path):
+    two_books.save(tmp_path / "m", vectors={"v": (np.ones((9, 2), np.float32), "hash")})
+    before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"vectors\.v\.npy cannot be written .* is there room on the device"):
+            two_books.save(tmp_path / "m", vectors={"v": (np.ones((9, 9000), np.float32), "hash")})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_link_stays_one_and_what_it_names_is_replaced(two_books, tmp_path):
+    two_books.save(tmp_path / "m")
+    (tmp_path / "now").symlink_to("m")
+    replace(two_books, summarizer="other").save(tmp_path / "now")
+    assert (tmp_path / "now").is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == ["m", "now"]
+    by_name, by_link = Mindscape.load(tmp_path / "m"), Mindscape.load(tmp_path / "now")
+    assert by_name.summarizer == by_link.summarizer == "other"

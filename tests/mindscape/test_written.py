@@ -186,6 +186,18 @@ def test_an_endpoint_that_fails_ten_times_in_a_row_is_taken_for_down():
     assert caught.value.label == "http 503" and len(stub.requests) <= 12 + 9
 
 
+def test_replay_does_not_give_up_where_the_recording_did_not(tmp_path: Path):
+    file, many = tmp_path / "c.jsonl", windows(30)
+    # One at a time, bad ones between good ones, as it may come where many are under way; replay has the bad ones first.
+    mixed = [window for pair in zip(many[:15], many[15:], strict=True) for window in pair]
+    bad = [f"Part {window.part}" for window in many[:15]]
+    with serving(lambda body: 500 if place(body) in bad else echo(body)) as stub:
+        first, _ = write(stub.url, mixed, stand_ins, cache=ReplyCache(file), concurrency=1)
+    again, _ = write(None, many, stand_ins, cache=ReplyCache(file, "replay"))
+    assert sorted(again.summaries) == sorted(first.summaries) and again.failures == first.failures
+    assert len(again.failures) == 15
+
+
 def test_EVL_16_replay_makes_no_call_and_other_words_are_not_recorded(tmp_path: Path):
     file = tmp_path / "c.jsonl"
     with serving(lambda body: 400 if place(body) == "Part 3" else echo(body)) as stub:
