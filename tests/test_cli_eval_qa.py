@@ -77,6 +77,14 @@ def test_the_command_of_the_readme(run: Run, tmp_path: Path):
     assert replayed.record["systems"] == record["systems"]
 
 
+def test_replies_are_not_kept_under_the_name_of_another_file_of_the_run(run: Run):
+    """``run.json`` is replaced at the end, and ``answers.jsonl`` is added to: replies in them would be lost."""
+    options = ("--llm", "http://127.0.0.1:9/v1", "--llm-model", "stub", "--out", "new")
+    for name in ("run.json", "../new/answers.jsonl"):
+        assert "lies in the run's folder" in run("eval", "nocha", *options, "--llm-cache", f"new/{name}").refusal
+    assert not Path("new").exists()
+
+
 def test_without_a_model_passages_alone_are_measured(run: Run):
     done = run("eval", "nocha", "--chunk-tokens", 24, "--k", 3, "--n-boot", 50, "--out", "plain", "--json", "-")
     assert [system["key"] for system in done.record["systems"]] == ["base", "sig_first_k", "sig"]

@@ -191,6 +191,7 @@ def qa(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {str(folder)!r} is a file; give a folder")
     check_outside({"--json": json_to, "--plots": plots}, {"--out": folder})
+    _check_cache(llm_cache, folder)
     check_sweep_outputs(sweep, grid, plots, json_to)
     sweeps = _sweeps(sweep)
     if series and series_map is not None:
@@ -280,6 +281,16 @@ def _check_needs_llm(agent: bool, summarizer: Summarizers, model: str | None, ca
     lone = next((what for what, value in needs.items() if value is not None), None)
     if lone is not None:
         raise ValueError(f"{lone} needs a language model: give --llm URL (`mia-serve llm up MODEL` starts one)")
+
+
+def _check_cache(file: Path | None, run: Path) -> None:
+    """Refuse replies under the name of another file of the run, which the run would replace or add to."""
+    from mia_serve.eval.qa_folder import REPLIES
+
+    if file is None or file.resolve() == (run / REPLIES).resolve():
+        return
+    if run.resolve() in file.resolve().parents:
+        raise ValueError(f"--llm-cache {str(file)!r} lies in the run's folder: leave it out for {REPLIES} there")
 
 
 def _systems(option: str | None, agent: bool, answers: bool) -> tuple[str, ...]:

@@ -23,14 +23,16 @@ def report(
 ) -> None:
     """Write one self-contained HTML page: tables with intervals, and the map of the book for each question."""
     target = out if out is not None else run / "report.html"
+    from mia_serve.core import MiaError
+
+    if str(out) == "-":
+        raise MiaError("--out - : a page is no text for a terminal; give a file")
     if out is not None:
         check_output(out, "--out")
-    from mia_serve.core import MiaError
     from mia_serve.eval.page import build_page
 
-    names = {"run.json", "answers.jsonl", "haystacks.jsonl", "texts.jsonl", "replies.jsonl"}
-    if target.name in names and target.absolute().parent == run.absolute():
-        raise MiaError(f"--out {str(target)!r} is a file of the run; give another name")
+    if run.resolve() in target.resolve().parents and target.suffix != ".html":
+        raise MiaError(f"--out {str(target)!r} is among the files of the run; give a name that ends in .html")
     page = build_page(run, limit)
     write_file(target, page)
     typer.echo(f"{target}: {len(page.encode()) / 1e6:.1f} MB")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mia_serve.llm import ChatClient
     from mia_serve.mindscape import Mindscape, Session
 
+NO_PAGES = "no pages chosen"
+"""Begins ``detail`` where the reply that names the pages failed."""
 PAGES = 5
 """Sessions that may be read in full (ReadAgent: one to six)."""
 
@@ -142,7 +144,7 @@ async def _choose(
         if shown is None:
             return None
         try:
-            messages = _look_up(question, shown, pages)
+            messages = gist_prompt(question, shown, pages)
             found: _Pages = await ask_json(cast("ChatClient", counted), messages, _Pages, _LOOK_UP_TOKENS)
         except LlmFailed as failure:
             if failure.hopeless:
@@ -150,7 +152,7 @@ async def _choose(
             if failure.reason == "too long" and attempt < _TRIES - 1:
                 room = int(_SHORTER * (room or prompt_tokens(messages) / _SHARE))
                 continue
-            return _Choice(tuple(shown), (), f"no pages chosen: {failure.label}", counted.usage)
+            return _Choice(tuple(shown), (), f"{NO_PAGES}: {failure.label}", counted.usage)
         wanted = [number - 1 for number in dict.fromkeys(found.pages) if 1 <= number <= len(gists)]
         return _Choice(tuple(shown), tuple(wanted[:pages]), "", counted.usage)
     raise AssertionError("the last try returns")
@@ -204,7 +206,8 @@ def _gist(session: Session) -> str:
     return date + " ".join(session.summary.split())
 
 
-def _look_up(question: Question, gists: Sequence[str], pages: int) -> list[Message]:
+def gist_prompt(question: Question, gists: Sequence[str], pages: int) -> list[Message]:
+    """Return the chat messages that ask which sessions to read in full."""
     listed = "\n".join(f"[{number}] {gist}" for number, gist in enumerate(gists, 1))
     options = "".join(f"\n{chr(65 + i)}. {text}" for i, text in enumerate(question.options))
     what = "statement to be checked" if question.task == "claim" else "question"

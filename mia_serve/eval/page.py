@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,10 @@ def _questions(folder: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         question = asked.setdefault(answer["id"], {"first": answer, "answers": {}})
         question["answers"][answer["system"]] = answer  # of two records of one pair the later one counts
+    if not asked:
+        raise MiaError(
+            f"{folder}/answers.jsonl holds no answer of the run: give the same `mia-serve eval` command again"
+        )
     order = {key: place for place, key in enumerate(known)}
     for question in asked.values():
         question["answers"] = dict(sorted(question["answers"].items(), key=lambda item: order[item[0]]))
@@ -134,7 +139,8 @@ class _Map:
         }
 
     def hits(self, ids: Iterable[str], scores: Iterable[float] | None) -> list[list[float]]:
-        pairs = zip(ids, scores, strict=False) if scores is not None else ((chunk, 0.0) for chunk in ids)
+        """Return [place, score] of each chunk; what was read in no order has no scores, and 0 for each."""
+        pairs = zip_longest(ids, scores or (), fillvalue=0.0)
         return [[self.chunks[chunk], round(score, 4)] for chunk, score in pairs if chunk in self.chunks]
 
     def signature(self, record: dict[str, Any] | None) -> dict[str, Any] | None:

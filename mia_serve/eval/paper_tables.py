@@ -22,7 +22,7 @@ from mia_serve.eval.paper import (
     benchmark_key,
     paper_averages,
 )
-from mia_serve.eval.qa_tables import metric_label, new_table, render
+from mia_serve.eval.qa_tables import COUNTS, metric_label, new_table, render
 
 Record = Mapping[str, Any]
 #: System -> benchmark -> metric -> percentage.
@@ -106,7 +106,8 @@ def collect_results(records: Sequence[Record]) -> Results:
             raise MiaError(f"two runs are of {name}; give one run of each benchmark")
         seen[name] = None
         for system in record["systems"]:
-            means = {metric: value["mean"] for metric, value in system["metrics"].items()}
+            shares = {metric: value for metric, value in system["metrics"].items() if metric not in COUNTS}
+            means = {metric: value["mean"] for metric, value in shares.items()}
             own = {metric: None if mean is None else 100 * mean for metric, mean in means.items()}
             results.setdefault(system["key"], {})[name] = own
     return results
@@ -184,8 +185,11 @@ def _legend(records: Sequence[Record]) -> list[str]:
     for record in records:
         facts = record["benchmark"]
         model = record["llm"]["model"] if record["llm"] else "no language model"
+        series = " in series" if facts.get("series") else ""
+        prior = ", σ as a prior" if record["settings"]["uses_prior"] else ""
         told.append(
-            f"{run_key(record)} {facts['split']}, {facts['questions']} questions on {facts['books']} books, {model}"
+            f"{run_key(record)} {facts['split']}, {facts['questions']} questions on {facts['books']} books{series}, "
+            f"{model}{prior}"
         )
     return [
         "Percent. Rows without ours: the paper's (Qwen3-Emb and MiA-Emb of 8B, DeepSeek-V3.2; d derived, i inferred "
@@ -249,7 +253,7 @@ def _others(records: Sequence[Record]) -> list[Table | str]:
     blocks: list[Table | str] = []
     for record in records:
         names = list(dict.fromkeys(name for system in record["systems"] for name in system["metrics"]))
-        names = [name for name in names if name != "answer_words"]
+        names = [name for name in names if name not in COUNTS]
         table = new_table([metric_label(name) for name in names])
         for system in record["systems"]:
             means = [system["metrics"].get(name, {}).get("mean") for name in names]

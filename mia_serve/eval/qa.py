@@ -273,17 +273,21 @@ def llm_summariser(client: ChatClient, encoder: Encoder) -> Summariser:
 
 
 def data_hash(benchmark: QaBenchmark) -> str:
-    """Return the SHA-256 of all texts, references and gold of a benchmark: a run resumes only on the same data."""
+    """Return the SHA-256 of all texts, titles, references and gold of a benchmark: a run resumes only on the same."""
     digest = hashlib.sha256()
     for book in benchmark.books.values():
-        digest.update(json.dumps([book.id, book.text, book.sections], ensure_ascii=False).encode("utf-8", "replace"))
+        digest.update(
+            json.dumps([book.id, book.title, book.text, book.sections], ensure_ascii=False).encode("utf-8", "replace")
+        )
     for question in benchmark.questions:
         record = [
             question.id, question.text, question.task, question.book, question.answers, question.options,
             question.label, question.pair, question.gold_spans, question.gold_chunks,
         ]  # fmt: skip
         digest.update(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace"))
-    digest.update(json.dumps([[name, list(books)] for name, books in benchmark.series.items()]).encode())
+    digest.update(
+        json.dumps([benchmark.language, [[name, list(of)] for name, of in benchmark.series.items()]]).encode()
+    )
     return digest.hexdigest()
 
 

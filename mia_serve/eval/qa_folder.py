@@ -51,8 +51,15 @@ def check_resumable(folder: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def finished(journal: Journal, systems: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
+def finished(
+    journal: Journal, systems: Sequence[str], *, standing: bool = True
+) -> dict[str, dict[str, dict[str, Any]]]:
     """Read the answers that stand: system -> question -> record; those that failed for a passing reason do not.
+
+    Args:
+        journal: The file of answers.
+        systems: Systems whose answers are wanted.
+        standing: False: also those that failed for a passing reason, as a run that ended counts them.
 
     Raises:
         MiaError: The file holds something else.
@@ -62,11 +69,17 @@ def finished(journal: Journal, systems: Sequence[str]) -> dict[str, dict[str, di
         key, question = record.get("system"), record.get("id")
         if key not in done or not isinstance(question, str) or "metrics" not in record:
             continue
-        if passing(record.get("failed")):
+        if standing and any(passing(label) for label in _labels(record)):
             done[key].pop(question, None)
         else:
             done[key][question] = record
     return done
+
+
+def _labels(record: Mapping[str, Any]) -> list[object]:
+    """Return why an answer failed, or a step or a choice of pages before it."""
+    steps = [step.get("failed") for step in record.get("steps") or ()]
+    return [record.get("failed"), *steps, str(record.get("problem", "")).rpartition(": ")[2]]
 
 
 def passing(failed: object) -> bool:

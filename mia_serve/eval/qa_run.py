@@ -40,6 +40,7 @@ from mia_serve.eval.qa_folder import (
     write,
 )
 from mia_serve.eval.qa_metrics import recall_at, recall_name, score_answer
+from mia_serve.eval.qa_prompts import prompts_hash
 from mia_serve.eval.qa_summary import run_record
 from mia_serve.eval.qa_systems import Bench, Outcome, answer_mode, answer_question, label, prompt_name
 from mia_serve.eval.report import encoder_facts
@@ -291,7 +292,7 @@ def _check_questions(haystack: QaHaystack, encoders: Sequence[Encoder | None]) -
 
 async def _record(key: str, plan: QaPlan, bench: Bench, question: QaQuestion) -> dict[str, Any]:
     """Have one system answer one question; whatever goes wrong with one answer is an answer that failed."""
-    failed, outcome = None, Outcome((), ())
+    failed, outcome = None, Outcome((), (), ranked=False)
     try:
         outcome = await answer_question(key, bench, question)
     except LlmFailed as failure:
@@ -307,8 +308,7 @@ async def _record(key: str, plan: QaPlan, bench: Bench, question: QaQuestion) ->
     if plan.client is not None:
         metrics |= score_answer(question, prediction, plan.benchmark.language)
     recall = recall_at(outcome.chunks, gold, settings.k, len(mindscape.chunks))
-    ranked = bool(outcome.chunks) and outcome.ranked
-    if ranked:
+    if outcome.ranked:
         metrics[recall_name(settings.k)] = recall.value
     mode = answered.mode if answered is not None else answer_mode(key, settings, bench.best_mode)
     return {
@@ -327,6 +327,7 @@ async def _record(key: str, plan: QaPlan, bench: Bench, question: QaQuestion) ->
         "prediction": prediction,
         "reply": "" if answered is None else answered.reply,
         "failed": failed,
+        "problem": outcome.problem,
         "mode": None if plan.client is None else mode,
         "chunks": list(outcome.chunks),
         "scores": [round(float(score), 5) for score in outcome.scores],
@@ -338,7 +339,7 @@ async def _record(key: str, plan: QaPlan, bench: Bench, question: QaQuestion) ->
         "citations": [] if answered is None else list(answered.citations),
         "trimmed": None if answered is None else answered.trimmed.to_dict(),
         "metrics": metrics,
-        "reasons": {recall_name(settings.k): recall.reason} if recall.reason and ranked else {},
+        "reasons": {recall_name(settings.k): recall.reason} if recall.reason and outcome.ranked else {},
         "usage": _usage(answered, outcome.steps),
     }
 
@@ -391,7 +392,9 @@ def _settings(plan: QaPlan) -> dict[str, Any]:
         "split": benchmark.split,
         "questions": len(benchmark.questions),
         "data": data_hash(benchmark),
+        "best_mode": benchmark.mode,
         "llm": None if plan.client is None else plan.client.model,
+        "prompts": None if plan.client is None else prompts_hash(plan.settings.summarizer == "llm"),
         "encoders": {role: facts and facts["spec_hash"] for role, facts in plan.encoders.facts().items()},
         **asdict(plan.settings),
         **plan.asked,

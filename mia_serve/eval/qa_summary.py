@@ -91,13 +91,19 @@ def run_record(
 
 
 def failures(records: Mapping[str, Mapping[str, Any]], answered: bool = True) -> dict[str, int]:
-    """Count what went wrong, by label: answers, and steps of the agent (``update …``), whose state then stayed."""
+    """Count what went wrong, by label: answers, and what came before them.
+
+    That is steps of the agent (``update …``), whose state then stayed, and choices of pages (``no pages chosen …``),
+    after which the answer is from the gists alone.
+    """
     counts: Counter[str] = Counter()
     for record in records.values():
         if record["failed"]:
             counts[record["failed"]] += 1
         elif answered and record["prediction"] is None:
             counts[UNREADABLE] += 1
+        if record.get("problem"):
+            counts[record["problem"]] += 1
         counts.update(f"update {step['failed']}" for step in record["steps"] or () if step.get("failed"))
     return dict(sorted(counts.items()))
 

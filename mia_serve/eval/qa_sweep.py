@@ -57,6 +57,8 @@ async def sweep_qa(
     """
     default = default_setting(run)
     settings = plan_settings(sweeps, default, grid)
+    for name in sweeps:
+        concerned(run.systems, [name])  # a factor that concerns none is told before any work
     systems = concerned(run.systems, sweeps)
     record = await run_qa(run, say)
     scores = {default: _scores(run, systems)}
@@ -127,7 +129,7 @@ def _name(setting: Setting, default: Setting) -> str:
 
 def _scores(run: QaPlan, systems: Sequence[str]) -> Scores:
     journal = Journal(run.folder / "answers.jsonl")
-    done = finished(journal, systems)
+    done = finished(journal, systems, standing=False)
     questions = _questions(run)
     return Scores({key: {name: _by_question(done[key], questions, name) for name in _metrics(run)} for key in systems})
 

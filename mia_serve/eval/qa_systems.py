@@ -86,6 +86,7 @@ class Outcome(NamedTuple):
         evidence: Facts that the agent gathered, JSON-ready.
         steps: Steps of the agent, JSON-ready; None for others.
         ranked: Whether the passages are in an order that recall among the first k can be taken of.
+        problem: What went wrong on the way to an answer that there is, for the count of failures.
     """
 
     chunks: tuple[str, ...]
@@ -95,6 +96,7 @@ class Outcome(NamedTuple):
     evidence: tuple[dict[str, Any], ...] = ()
     steps: tuple[dict[str, Any], ...] | None = None
     ranked: bool = True
+    problem: str = ""
 
 
 @dataclass
@@ -268,7 +270,7 @@ async def _summary_only(bench: Bench, question: QaQuestion) -> Outcome:
     """Answer from the summary of the whole book in which E1's best chunk lies, and no passage (MiA-RAG's baseline)."""
     signature = await bench.signature(question, "global_summary")
     answered = await _answer(bench, question, (), signature, "chunks+sig", as_summary=True)
-    return Outcome((), (), signature, answered)
+    return Outcome((), (), signature, answered, ranked=False)
 
 
 async def _agent(key: str, bench: Bench, question: QaQuestion) -> Outcome:
@@ -329,4 +331,6 @@ async def _gist(bench: Bench, question: QaQuestion) -> Outcome:
         context_tokens=bench.settings.context_tokens,
         guided=bench.settings.guided,
     )
-    return Outcome(tuple(p.id for p in answered.passages), (), None, answered, ranked=False)
+    problem = answered.detail.partition("; ")[0] if answered.detail.startswith(gist.NO_PAGES) else ""
+    read = tuple(p.id for p in answered.passages)
+    return Outcome(read, (), None, answered, ranked=False, problem=problem)

@@ -19,7 +19,7 @@ LABELS = {
     "answer_words": "words",
 }
 #: Metrics that are no shares.
-_COUNTS = ("answer_words",)
+COUNTS = ("answer_words",)
 
 
 def metric_label(name: str) -> str:
@@ -101,14 +101,14 @@ def _short(label: str) -> str:
 def _mean_cell(name: str, value: Mapping[str, Any] | None) -> str:
     if value is None or value["mean"] is None:
         return "–"
-    if name in _COUNTS:
+    if name in COUNTS:
         return f"{value['mean']:.1f}"
     mean = percent(value["mean"])
     return mean if value["low"] is None else f"{mean}\n{percent(value['low'])}-{percent(value['high'])}"
 
 
 def _pair_table(record: Mapping[str, Any]) -> Table:
-    names = [name for name in _metrics(record) if name not in _COUNTS]
+    names = [name for name in _metrics(record) if name not in COUNTS]
     table = new_table([metric_label(name) for name in names])
     for pair in record["pairs"]:
         table.add_row(pair["label"], *(_difference_cell(pair["metrics"].get(name)) for name in names))

@@ -262,7 +262,7 @@ def _value(name: str, text: str, option: str) -> Value:
     real = name in ("alpha", "prior")
     low, high = (0.0, _MOST.get(name, math.inf)) if real else (1, math.inf)
     try:
-        value: int | float = float(text) if real else int(text)
+        value: int | float = float(text) + 0.0 if real else int(text)  # no -0.0
     except ValueError:
         value = math.nan
     if low <= value <= high and value < math.inf:

@@ -170,6 +170,23 @@ def test_questions_carry_sessions_and_chunks_by_place(folder: Path) -> None:
     assert data["texts"] == {"0": {"1": "The ledger."}}
 
 
+def test_chunks_that_were_read_in_no_order_are_shown_and_so_is_the_floor(folder: Path) -> None:
+    with (folder / "answers.jsonl").open("a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps(answer("e1", "q2", scores=[])) + "\n")
+    record = json.loads((folder / "run.json").read_text("utf-8"))
+    record["trivial"] = [{"label": "always 'the ferryman'", "answer": "the ferryman", "metrics": {"f1": 0.125}}]
+    (folder / "run.json").write_text(json.dumps(record), "utf-8")
+    elements, data = parsed(build_page(folder))
+    assert data["questions"][1]["answers"]["e1"]["hits"] == [[1, 0.0], [2, 0.0]]
+    assert "always 'the ferryman' .125 –" in " ".join(elements.text.split())
+
+
+def test_a_run_without_its_answers_is_told(folder: Path) -> None:
+    (folder / "answers.jsonl").unlink()
+    with pytest.raises(MiaError, match="holds no answer of the run"):
+        build_page(folder)
+
+
 def test_a_limit_is_spread_over_the_run(folder: Path) -> None:
     _, data = parsed(build_page(folder, limit=1))
     assert [question["id"] for question in data["questions"]] == ["q1"]
@@ -180,7 +197,9 @@ def test_the_command_writes_a_file_and_refuses_what_is_no_run(run: Run, folder: 
     assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
     assert run("report", folder).code == 0 and (folder / "report.html").is_file()
     kept = (folder / "run.json").read_bytes()
-    assert "give another name" in run("report", folder, "--out", folder / "run.json").refusal
+    assert "give a file" in run("report", folder, "--out", "-").refusal
+    for own in ("run.json", "settings.json", "../run/answers.jsonl"):
+        assert "ends in .html" in run("report", folder, "--out", folder / own).refusal
     assert (folder / "run.json").read_bytes() == kept
     assert "no run at" in run("report", tmp_path / "none").refusal
     (folder / "run.json").write_text('{"format": "mia-qa-run", "version": 2}')

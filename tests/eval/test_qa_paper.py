@@ -96,6 +96,7 @@ def test_runs_are_laid_out_beside_the_papers_with_averages_over_benchmarks():
     record = paper_record(RUNS)
     assert record["averages"]["sig"]["recall"] == pytest.approx((30 + 50 + 10) / 3)
     assert record["averages"]["sig"]["performance"] == pytest.approx((60 + 40 + 30 + 55) / 4)
+    assert record["results"]["sig"]["literaryqa"] == {"f1": 25.0, "em": 10.0, "recall@10": None}  # words: no share
     json.dumps(record, allow_nan=False)
     text = paper_text(RUNS)
     assert max(map(len, text.splitlines())) <= 100
@@ -117,3 +118,11 @@ def test_what_was_not_run_is_a_dash():
 def test_two_runs_of_one_benchmark_are_refused():
     with pytest.raises(MiaError, match="two runs are of narrativeqa"):
         paper_text([RUNS[2], RUNS[2]])
+
+
+def test_a_run_without_an_E2_says_so_among_others():
+    """A row holds what runs with an E2 and without one scored: the reader is told which is which."""
+    without = RUNS[2] | {"settings": {"uses_prior": True}}
+    text = " ".join(paper_text([RUNS[0], without]).split())
+    assert "narrativeqa test, 10 questions on 3 books, a-model-with-a-rather-long-name-of-its-own, σ as a prior" in text
+    assert text.count("σ as a prior") == 1

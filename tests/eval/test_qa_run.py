@@ -159,6 +159,10 @@ def test_a_run_goes_on_with_more_systems_and_refuses_other_settings(tmp_path):
             run(plan(folder, stub.url, claims(1), ["e1"], settings={"k_sum": 1, "n_stop": 3}))
         with pytest.raises(MiaError, match=r"other settings: questions 6 \(now 12\); data"):
             run(plan(folder, stub.url, claims(2), ["e1"]))
+        with pytest.raises(MiaError, match="other settings: best_mode"):
+            run(plan(folder, stub.url, benchmark(claims(1).questions, mode="chunks"), ["e1"]))
+        with pytest.raises(MiaError, match="other settings: data"):  # F1 counts characters of Chinese
+            run(plan(folder, stub.url, benchmark(claims(1).questions, language="zh"), ["e1"]))
     with pytest.raises(MiaError, match=r"other settings: llm stub \(now none\)"):
         run(plan(folder, None, claims(1), ["e1"]))
     (tmp_path / "foreign").mkdir()
@@ -209,6 +213,17 @@ def test_passing_failures_are_asked_again_and_lasting_ones_stand(tmp_path):
     assert record["systems"][0]["metrics"]["accuracy"]["mean"] == 0.75
 
 
+def test_updates_and_pages_that_failed_for_a_passing_reason_are_asked_again(tmp_path):
+    systems, folder = ["gist", "agent"], tmp_path / "run"
+    with serving(lambda body: 503 if "response_format" in body else follow(body)) as stub:
+        record = run(plan(folder, stub.url, claims(1), systems))
+    assert [s["failures"] for s in record["systems"]] == [{"no pages chosen: http 503": 6}, {"update http 503": 12}]
+    with serving(follow) as stub:
+        again = run(plan(folder, stub.url, claims(1), systems))
+        assert stable(again) == stable(run(plan(tmp_path / "whole", stub.url, claims(1), systems)))
+    assert [s["failures"] for s in again["systems"]] == [{}, {}]
+
+
 def test_an_endpoint_that_fails_every_time_is_taken_for_down(tmp_path):
     with serving(lambda body: 500) as stub, pytest.raises(RuntimeError, match="in a row"):
         run(plan(tmp_path / "run", stub.url, claims(len(THINGS)), ["e1", "base"]))
@@ -235,7 +250,7 @@ def test_no_reply_crashes_a_run_and_all_are_counted(tmp_path):
         wrong = [
             r for (key, _), r in answers(tmp_path / "run").items() if key == system["key"] and r["prediction"] is None
         ]
-        counted = sum(n for label, n in system["failures"].items() if not label.startswith("update"))
+        counted = sum(n for label, n in system["failures"].items() if not label.startswith(("update", "no pages")))
         assert counted == len(wrong), system["key"]
         assert all(r["metrics"].get("accuracy", r["metrics"].get("f1")) == 0 for r in wrong)
     labels = {label for system in record["systems"] for label in system["failures"]}
@@ -278,6 +293,90 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
 def run_claims_here(folder: Path, url: str) -> dict[str, Any]:
     run_claims(str(folder), url)
     return json.loads((folder / "run.json").read_text("utf-8"))
+
+
+def test_a_choice_of_pages_that_failed_is_counted(tmp_path):
+    """The answer is then from the gists alone, which is not what the row is named after."""
+    with serving(lambda body: "I would read it all" if "response_format" in body else follow(body)) as stub:
+        record = run(plan(tmp_path / "run", stub.url, claims(1), ["gist"]))
+    (label,) = (label for label in record["systems"][0]["failures"] if label.startswith("no pages chosen"))
+    assert record["systems"][0]["failures"][label] == 6 and label in " ".join(run_text(record).split())
+    assert all(r["failed"] is None and r["problem"] == label for r in answers(tmp_path / "run").values())
+
+
+def test_a_ranking_without_a_chunk_finds_no_gold(tmp_path, monkeypatch):
+    """The tree may take summaries alone: the recall of such a question is 0, not unknown."""
+    from mia_serve.eval import collapsed
+
+    take = collapsed.CollapsedTree.take
+
+    def summaries(tree, retriever, queries):
+        return [
+            collapsed.Taken(*zip(*((n, s) for n, s in zip(*found, strict=True) if not n.session_id), strict=True))
+            if "Nobody" in query
+            else found
+            for query, found in zip(queries, take(tree, retriever, queries), strict=True)
+        ]
+
+    monkeypatch.setattr(collapsed.CollapsedTree, "take", summaries)
+    monkeypatch.setattr(collapsed.CollapsedTree, "budget", 10**6)
+    with serving(follow) as stub:
+        record = run(plan(tmp_path / "run", stub.url, claims(1), ["raptor", "summary_only"]))
+    tree, summary = record["systems"]
+    assert tree["metrics"]["recall@3"]["n"] == 6 and tree["metrics"]["recall@3"]["mean"] <= 0.5
+    assert "recall@3" not in summary["metrics"]
+
+
+def test_answers_of_another_wording_are_refused(tmp_path, monkeypatch):
+    from mia_serve.eval import qa_prompts
+    from mia_serve.rag import prompts, update_prompt
+
+    folder = tmp_path / "run"
+    with serving(follow) as stub:
+        run(plan(folder, stub.url, claims(1), ["e1"]))
+        settings = json.loads((folder / "settings.json").read_text("utf-8"))
+        assert settings["prompts"] == qa_prompts.prompts_hash(False) != qa_prompts.prompts_hash(True)
+        for module, name in ((prompts, "EVIDENCE_HEADER"), (prompts, "SIGNATURE_HEADER"), (update_prompt, "_DECISION")):
+            with monkeypatch.context() as changed:
+                changed.setattr(module, name, "Other words:")
+                qa_prompts.prompts_hash.cache_clear()
+                with pytest.raises(MiaError, match="other settings: prompts"):
+                    run(plan(folder, stub.url, claims(1), ["e1"]))
+        qa_prompts.prompts_hash.cache_clear()
+        calls = len(stub.requests)
+        run(plan(folder, stub.url, claims(1), ["e1"]))
+        assert len(stub.requests) == calls
+    assert run(plan(tmp_path / "plain", None, claims(1), ["e1"]))["llm"] is None
+    assert json.loads((tmp_path / "plain/settings.json").read_text("utf-8"))["prompts"] is None
+
+
+def test_a_sweep_counts_answers_that_failed_for_a_passing_reason(tmp_path):
+    import asyncio
+
+    from mia_serve.eval.qa_sweep import sweep_qa
+    from mia_serve.eval.sweep import parse_sweeps
+
+    async def work(folder: Path, url: str, systems: list[str], *sweeps: str):
+        made = plan(folder, url, claims(1), systems)
+        assert made.client is not None
+        async with made.client:
+            return await sweep_qa(made, parse_sweeps(sweeps))
+
+    def busy(body: dict[str, Any]) -> str | int:
+        return 503 if "Nobody carried" in body["messages"][-1]["content"] else follow(body)
+
+    with serving(busy) as stub:
+        record, study = asyncio.run(work(tmp_path / "run", stub.url, ["sig"], "k_sum=1"))
+    assert record["systems"][0]["failures"] == {"http 503": 3}
+    assert study.rows[0].metrics["accuracy"].mean == 0.5
+    assert [row.metrics["accuracy"].n for row in study.rows] == [6, 6]
+    varied = answers(tmp_path / "run/sweep/k_sum=1").values()
+    assert study.rows[1].metrics["accuracy"].mean == sum(r["metrics"]["accuracy"] for r in varied) / 6
+    assert sorted(str(r["failed"]) for r in varied) == ["None"] * 3 + ["http 503"] * 3
+    with serving(follow) as stub:
+        with pytest.raises(MiaError, match="--sweep k_sum: no system of this run depends on it"):
+            asyncio.run(work(tmp_path / "none", stub.url, ["summary_only"], "window=2", "k_sum=1"))
+        assert not stub.requests  # told before any work
 
 
 def test_two_runs_do_not_write_one_folder(tmp_path):

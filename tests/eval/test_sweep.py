@@ -57,6 +57,7 @@ SMALL: dict[str, Any] = {"k0": 8, "k_sum": 2, "n_boot": 200}
 
 
 def test_sweeps_are_read() -> None:
+    assert str(parse_sweeps(["prior=-0"])["prior"]) == "(0.0,)"  # it names a folder
     found = parse_sweeps(["k_sum=8,auto,1,3,1", "ALPHA=0,.25, 1", "n-stop=1,2"])
     assert found == {"k_sum": (1, 3, 8, "auto"), "alpha": (0.0, 0.25, 1.0), "n_stop": (1, 2)}
 

@@ -150,7 +150,7 @@ function drawMap(question, part, small) {
     const middle = x(session.start) + wide / 2;
     const level = taken.filter((other) => Math.abs(other - middle) < 12).length % 2;
     taken.push(middle);
-    const mark = shape("text", { class: "number", x: middle, y: small ? lanes.sessions - 3 : lanes.sessions + (level ? tall / 2 + 4 : tall + 13) });
+    const mark = shape("text", { class: "number", x: small && level ? middle + 10 : middle, y: small ? lanes.sessions - 3 : lanes.sessions + (level ? tall / 2 + 4 : tall + 13) });
     mark.textContent = i + 1;
     svg.append(mark);
   });
@@ -235,7 +235,7 @@ function drawSteps(question, steps) {
   let before = null;
   steps.forEach((step, i) => {
     const names = step.signature ? step.signature.picks.map((pick) => nameOf(pick, sessions)) : [];
-    const entry = el("li", {}, el("b", {}, `Step ${i + 1}: `), step.query, drawMap(question, step, true));
+    const entry = el("li", {}, el("b", {}, `Step ${i + 1}: `), step.query, el("div", { class: "scroll" }, drawMap(question, step, true)));
     if (before !== null) {
       const came = names.filter((name) => !before.includes(name)), went = before.filter((name) => !names.includes(name));
       entry.append(el("div", { class: "moved" }, came.length || went.length
@@ -275,7 +275,7 @@ function showQuestion(question, system) {
   page.append(tabs, el("p", {}, "Answer: ", el("b", {}, answer.prediction ?? "none"), "  ", verdict(answer)));
   if (answer.reply && answer.reply.trim() !== (answer.prediction || "").trim())
     page.append(el("details", {}, el("summary", {}, "The whole reply"), el("div", { class: "reply" }, answer.reply)));
-  page.append(el("h3", {}, "The map of the book"), drawMap(question, answer, false), legend(question));
+  page.append(el("h3", {}, "The map of the book"), el("div", { class: "scroll" }, drawMap(question, answer, false)), legend(question));
   if (answer.steps.length) page.append(el("h3", {}, "How the agent went on"), drawSteps(question, answer.steps));
   if (answer.signature && answer.signature.picks.length)
     page.append(el("h3", {}, `Signature σ${answer.signature.mode ? ` (${answer.signature.mode.replaceAll("_", " ")})` : ""}`), drawPicks(question, answer.signature));
@@ -318,6 +318,5 @@ document.addEventListener("keydown", (event) => {
   if (next) showQuestion(next, state.system);
 });
 fillList();
-const wanted = decodeURIComponent(location.hash.slice(1));
-const start = DATA.questions.find((question) => question.id === wanted) || DATA.questions[0];
+const start = DATA.questions.find((question) => "#" + encodeURIComponent(question.id) === location.hash) || DATA.questions[0];
 if (start) showQuestion(start, DATA.systems.map((s) => s.key).reverse().find((key) => start.answers[key]));
