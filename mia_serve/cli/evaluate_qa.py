@@ -34,6 +34,7 @@ from mia_serve.cli.llm_options import (
     LlmCacheOption,
     LlmModelOption,
     LlmOption,
+    MaxTokens,
     PriceOption,
     ReplayOption,
     cost_text,
@@ -155,7 +156,7 @@ def qa(
         int | None,
         typer.Option(min=0, help="Tokens that neighbouring chunks share; the paper's, in proportion."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--llm-max-tokens", min=8, help="Most tokens of a reply.")] = 512,
+    max_tokens: MaxTokens = 512,
     guided: GuidedOption = False,
     context_tokens: Annotated[
         int | None,

@@ -61,7 +61,12 @@ GuidedOption = Annotated[
     bool, typer.Option("--guided", help="Have the endpoint keep answers to JSON: for models that keep to no form.")
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--llm-max-tokens", min=8, help="Tokens of a reply; more for models that think first.")
+    int,
+    typer.Option(
+        "--llm-max-tokens",
+        min=8,
+        help="Tokens of a reply; one that is cut off is asked for once more with 4 times as many.",
+    ),
 ]
 
 

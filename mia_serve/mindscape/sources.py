@@ -204,7 +204,10 @@ class _Reading:
             kind = _kind(row.value)
             if not first:
                 if not kind:
-                    self.skipped.append(f"{file.name}: its rows have neither books nor chats ({', '.join(row.value)})")
+                    have = ", ".join(row.value)
+                    self.skipped.append(
+                        f"{file.name}: its rows are neither books nor chats (they have {have}; give {_KINDS})"
+                    )
                     return
                 first = kind
             elif kind != first:

@@ -155,7 +155,7 @@ async def _asked(
             client = cast(ChatClient, counted)
             return fitted.shown, await ask_json(client, fitted.messages, shape, reply_tokens)
         except LlmFailed as failure:
-            if failure.reason != "too long" or not tries_left:
+            if failure.reason != "too long" or fitted.least or not tries_left:
                 raise
             limit = int(fitted.tokens * _SHORTER)
     raise AssertionError("the last try returns or raises")

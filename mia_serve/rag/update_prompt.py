@@ -5,7 +5,7 @@ from __future__ import annotations
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mia_serve.llm import LlmFailed, Message
+from mia_serve.llm import Message
 from mia_serve.rag.fitting import prompt_tokens
 from mia_serve.rag.prompts import as_text
 from mia_serve.rag.state import AgentSettings, AgentState, Fact
@@ -79,21 +79,20 @@ class Shown(NamedTuple):
 
 
 class FittedUpdate(NamedTuple):
-    """A prompt within its limit: what it holds, its messages, and their tokens by estimate."""
+    """A prompt: what it holds, its messages, their tokens by estimate, and whether nothing more can be left out."""
 
     shown: Shown
     messages: list[Message]
     tokens: int
+    least: bool
 
 
 def fit_update(searcher: AsyncRetriever, state: AgentState, settings: AgentSettings, limit: int | None) -> FittedUpdate:
     """Lay out the prompt of a state within a limit of tokens (None: whole).
 
     Where it does not fit, the worst passages go first (down to one), then candidates from the last, then the oldest
-    facts, then the end of the passage. Question, query, σ and rules stay.
-
-    Raises:
-        LlmFailed: ("too long") These alone do not fit.
+    facts, then the end of the passage. Question, query, σ and rules stay, even where they seem too much: the count is
+    an estimate, so the endpoint has the last word.
     """
     mindscape, shown = searcher.mindscape, _shown(searcher, state)
 
@@ -109,14 +108,7 @@ def fit_update(searcher: AsyncRetriever, state: AgentState, settings: AgentSetti
     while over(shown) and len(shown.passages[0]) > _LEAST:
         shown = shown._replace(passages=(shown.passages[0][: len(shown.passages[0]) * 3 // 4],))
     messages = _messages(mindscape, state, shown, settings)
-    tokens = prompt_tokens(messages)
-    if over(shown):
-        raise LlmFailed(
-            "too long",
-            f"question {state.question.id!r} needs about {tokens} tokens with rules and signature, and {limit} are "
-            "free for the prompt: take a model with a longer context, or fewer tokens for the reply",
-        )
-    return FittedUpdate(shown, messages, tokens)
+    return FittedUpdate(shown, messages, prompt_tokens(messages), over(shown))
 
 
 def update_schema(shown: Shown, settings: AgentSettings) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def test_a_folder_of_all_kinds(parts, tmp_path):  # noqa: F811
     assert found.skipped == [
         "LICENSE.md: neither .txt, .epub nor .jsonl",
         "README.txt: about the folder",
-        "claims.jsonl: its rows have neither books nor chats (book_title, claim)",
+        "claims.jsonl: its rows are neither books nor chats (they have book_title, claim; give rows with text "
+        "and title (or id), sessions, messages, turns, or session and text)",
         "empty.jsonl: empty",
         "more: a folder",
     ]
