@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv} runs=${RUNS:-runs/quickstart}
-scripts/setup.sh "$venv" train,serve,quickstart
+scripts/setup.sh "$venv" train,serve,llm,quickstart
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PATH="$PWD/$venv/bin:$PATH"
 

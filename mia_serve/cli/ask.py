@@ -11,6 +11,7 @@ import typer
 
 from mia_serve.cli.common import (
     AlphaOption,
+    AnswerModes,
     CacheOption,
     Cover,
     CoverOption,
@@ -22,6 +23,7 @@ from mia_serve.cli.common import (
     K0Option,
     KSumOption,
     MindscapeOption,
+    SignatureUpdates,
     cache_folder,
     check_apart,
     check_folder,
@@ -66,24 +68,6 @@ class Answering(StrEnum):
     claim = "claim"
 
 
-class Shown(StrEnum):
-    """What the prompt holds."""
-
-    auto = "auto"
-    chunks = "chunks"
-    chunks_sig = "chunks+sig"
-    chunks_evi = "chunks+evi"
-    chunks_sig_evi = "chunks+sig+evi"
-
-
-class Updating(StrEnum):
-    """How the agent changes the signature."""
-
-    select = "select"
-    rewrite = "rewrite"
-    submodular = "submodular"
-
-
 class Passages(StrEnum):
     """Which passages the agent answers from."""
 
@@ -97,7 +81,7 @@ class Asked(NamedTuple):
     question: Question
     k: int
     signature: SearchMode
-    mode: Shown
+    mode: AnswerModes
     prior: float | None
     max_tokens: int
     as_summary: bool
@@ -126,8 +110,8 @@ def ask(
     ] = None,
     k: Annotated[int, typer.Option("-k", "--k", min=1, help="Passages.")] = 10,
     mode: Annotated[
-        Shown, typer.Option(help="What the prompt holds: passages, signature, the agent's facts; auto decides.")
-    ] = Shown.auto,
+        AnswerModes, typer.Option(help="What the prompt holds: passages, signature, the agent's facts; auto decides.")
+    ] = AnswerModes.auto,
     as_summary: Annotated[
         bool, typer.Option("--mia-gen", help="Show the signature as the book's summary, as MiA-Gen was trained.")
     ] = False,
@@ -145,7 +129,8 @@ def ask(
         int | None, typer.Option("--n-stop", min=1, help="With --agent: searches at most; 3 by default.")
     ] = None,
     signature_update: Annotated[
-        Updating | None, typer.Option("--signature-update", help="With --agent: how the signature changes; select.")
+        SignatureUpdates | None,
+        typer.Option("--signature-update", help="With --agent: how the signature changes; select."),
     ] = None,
     rewrite_query: Annotated[
         Optional[bool],  # noqa: UP045
@@ -306,16 +291,16 @@ def _question(query: str, task: Answering, options: list[str]) -> Question:
     return Question("question", query, task.value, tuple(options))
 
 
-def _settings(task: Answering, mode: Shown, **given: Any) -> AgentSettings:
+def _settings(task: Answering, mode: AnswerModes, **given: Any) -> AgentSettings:
     from mia_serve.rag.agent import AgentSettings
     from mia_serve.rag.modes import PAPER_MODES
 
-    shown: Any = PAPER_MODES[task.value] if mode is Shown.auto else mode.value
+    shown: Any = PAPER_MODES[task.value] if mode is AnswerModes.auto else mode.value
     return AgentSettings(mode=shown, **{name: getattr(value, "value", value) for name, value in given.items()})
 
 
 def _check_settings(
-    agent: bool, of_agent: Collection[str], mode: Shown, signature: SearchMode | None, as_summary: bool
+    agent: bool, of_agent: Collection[str], mode: AnswerModes, signature: SearchMode | None, as_summary: bool
 ) -> None:
     """Refuse options that mean nothing without, or with, the agent, and to show what there is not.
 

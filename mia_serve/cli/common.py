@@ -71,6 +71,24 @@ class Mode(StrEnum):
     global_summary = "global_summary"
 
 
+class AnswerModes(StrEnum):
+    """What a prompt holds beside the question."""
+
+    auto = "auto"
+    chunks = "chunks"
+    sig = "chunks+sig"
+    evi = "chunks+evi"
+    both = "chunks+sig+evi"
+
+
+class SignatureUpdates(StrEnum):
+    """How an agent's signature changes."""
+
+    select = "select"
+    rewrite = "rewrite"
+    submodular = "submodular"
+
+
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to FILE; - prints JSON alone on stdout.")
 ]

@@ -10,6 +10,7 @@ import typer
 
 from mia_serve.cli.common import (
     AlphaOption,
+    AnswerModes,
     CacheOption,
     DeviceOption,
     Encoders,
@@ -17,6 +18,7 @@ from mia_serve.cli.common import (
     K0Option,
     KSumOption,
     PriorOption,
+    SignatureUpdates,
     cache_folder,
     check_output,
     check_outside,
@@ -53,24 +55,6 @@ if TYPE_CHECKING:
 #: Benchmarks, each a command of this name.
 NAMES = ("nocha", "literaryqa", "narrativeqa", "detectiveqa", "novelhopqa", "fairytaleqa")
 BASE = "all-MiniLM-L6-v2"
-
-
-class AnswerModes(StrEnum):
-    """What the prompts of the rows that show σ or evidence hold."""
-
-    chunks = "chunks"
-    sig = "chunks+sig"
-    evi = "chunks+evi"
-    both = "chunks+sig+evi"
-    auto = "auto"
-
-
-class SignatureUpdates(StrEnum):
-    """How the agent's signature changes."""
-
-    select = "select"
-    rewrite = "rewrite"
-    submodular = "submodular"
 
 
 class Summarizers(StrEnum):

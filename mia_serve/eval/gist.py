@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 from pydantic import BaseModel, BeforeValidator, model_validator
 
 from mia_serve.core.errors import MiaError
-from mia_serve.llm import LlmFailed, Message, Reply, Usage, ask_json
+from mia_serve.llm import LlmFailed, Message, Metered, Usage, ask_json
 from mia_serve.rag import static
 from mia_serve.rag.fitting import Contents, Trimmed, estimate_tokens, prompt_tokens
 from mia_serve.rag.question import Question
@@ -58,20 +58,6 @@ class _Choice(NamedTuple):
     pages: tuple[int, ...]
     problem: str
     usage: Usage
-
-
-class _Counted:
-    """A client that adds up what its calls used."""
-
-    def __init__(self, client: ChatClient) -> None:
-        self.client, self.model, self.usage = client, client.model, Usage()
-
-    async def chat(
-        self, messages: Sequence[Message], schema: dict[str, Any] | None = None, max_tokens: int = 1024
-    ) -> Reply:
-        reply = await self.client.chat(messages, schema, max_tokens)
-        self.usage = _added(self.usage, reply.usage)
-        return reply
 
 
 async def answer(
@@ -138,7 +124,7 @@ async def _choose(
     client: ChatClient, question: Question, gists: list[str], pages: int, context: int | None, max_tokens: int
 ) -> _Choice | None:
     """Have the model choose pages by the gists; None where these do not fit, however short they are cut."""
-    counted, room = _Counted(client), context
+    counted, room = Metered(client), context
     for attempt in range(_TRIES):
         shown = gists if room is None else fair_gists(gists, int(_SHARE * (room - max_tokens)))
         if shown is None:

@@ -12,6 +12,7 @@ _HOME = {
     "Journal": "journal",
     "LlmFailed": "failures",
     "Message": "client",
+    "Metered": "spending",
     "Reply": "cache",
     "ReplyCache": "cache",
     "ServedModel": "endpoint",
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from mia_serve.llm.engine import Engine
     from mia_serve.llm.failures import LlmFailed
     from mia_serve.llm.journal import Journal
-    from mia_serve.llm.spending import Budget, Stats
+    from mia_serve.llm.spending import Budget, Metered, Stats
     from mia_serve.llm.structured import ask_json, read_json
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Journal",
     "LlmFailed",
     "Message",
+    "Metered",
     "Reply",
     "ReplyCache",
     "ServedModel",

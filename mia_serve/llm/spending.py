@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mia_serve.core.errors import MiaError
+from mia_serve.llm.cache import Reply, Usage
 from mia_serve.llm.failures import LlmFailed
+
+if TYPE_CHECKING:
+    from mia_serve.llm.client import ChatClient, Message
 
 
 @dataclass
@@ -105,3 +110,25 @@ class Stopwatch:
         self._running -= 1
         if not self._running:
             self._stats.seconds += time.perf_counter() - self._since
+
+
+class Metered:
+    """A client that adds up the tokens of its own calls: what one question costs, among many on one client.
+
+    Args:
+        client: Makes the calls.
+
+    Attributes:
+        usage: Tokens of the replies so far.
+    """
+
+    def __init__(self, client: ChatClient) -> None:
+        self.client, self.model, self.usage = client, client.model, Usage()
+
+    async def chat(
+        self, messages: Sequence[Message], schema: dict[str, Any] | None = None, max_tokens: int = 1024
+    ) -> Reply:
+        """Ask, see `ChatClient.chat`."""
+        reply = await self.client.chat(messages, schema, max_tokens)
+        self.usage = Usage(*map(sum, zip(self.usage, reply.usage, strict=True)))
+        return reply

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, WithJsonSchema
 
-from mia_serve.llm import ChatClient, LlmFailed, Message, Reply, Usage, ask_json
+from mia_serve.llm import ChatClient, LlmFailed, Metered, Usage, ask_json
 from mia_serve.rag.batching import AsyncRetriever
 from mia_serve.rag.choose import Choice, choose_signatures, sessions_signature
 from mia_serve.rag.state import AgentSettings, AgentState, Decision, Fact
@@ -88,20 +88,6 @@ class _SignedReply(_Reply):
     signature: list[str]
 
 
-class _Counted:
-    """A client that adds up what its calls used."""
-
-    def __init__(self, client: ChatClient) -> None:
-        self.client, self.model, self.usage = client, client.model, Usage()
-
-    async def chat(
-        self, messages: Sequence[Message], schema: dict[str, Any] | None = None, max_tokens: int = 1024
-    ) -> Reply:
-        reply = await self.client.chat(messages, schema, max_tokens)
-        self.usage = Usage(*map(sum, zip(self.usage, reply.usage, strict=True)))
-        return reply
-
-
 async def ask_update(
     client: ChatClient, searcher: AsyncRetriever, state: AgentState, settings: AgentSettings
 ) -> Update:
@@ -122,7 +108,7 @@ async def ask_update(
         UpdateFailed: There is no usable reply, nor after a second try.
         LlmFailed: Nor would any other call be answered (``hopeless``).
     """
-    counted = _Counted(client)
+    counted = Metered(client)
     try:
         shown, reply = await _asked(counted, searcher, state, settings)
     except LlmFailed as failure:
@@ -140,7 +126,7 @@ async def ask_update(
 
 
 async def _asked(
-    counted: _Counted, searcher: AsyncRetriever, state: AgentState, settings: AgentSettings
+    counted: Metered, searcher: AsyncRetriever, state: AgentState, settings: AgentSettings
 ) -> tuple[Shown, _Reply]:
     """Ask within the model's context; where the endpoint finds the prompt too long all the same, ask with less."""
     context = settings.context_tokens or await counted.client.context_tokens()
