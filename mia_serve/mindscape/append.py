@@ -186,7 +186,7 @@ def grow(
             texts, part.summary = before.get(part.id, ([], ""))  # a window may have been cut anew and be the same
             changed = part.texts != texts or part.id in failed
             if changed or (part.id in waiting and not still):
-                place = Window(tuple(part.texts), part.title, part.book_id, i + 1, len(parts))
+                place = Window(tuple(part.texts), part.title, part.book_id, i + 1, len(parts), part.date)
                 asked["open" if still else "books" if part.window else "chats"].append((part, place))
                 failed.pop(part.id, None)
                 (waiting.add if still else waiting.discard)(part.id)

@@ -75,7 +75,7 @@ def _of_books(
 
 def _of_chats(chats: Sequence[SourceChat], summarise: Summarise, summarizer: str) -> list[Mindscape]:
     windows = [
-        Window(session.turns, chat.title, chat.id, part, len(chat.sessions))
+        Window(session.turns, chat.title, chat.id, part, len(chat.sessions), session.date)
         for chat in chats
         for part, session in enumerate(chat.sessions, 1)
     ]

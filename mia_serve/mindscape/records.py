@@ -98,6 +98,7 @@ class Window(NamedTuple):
         book_id: The book (or conversation).
         part: Its place among the windows of the book, from 1.
         parts: Windows that the book has; of a book that still grows, those it has so far.
+        date: Date of the chat session as its source writes it, `""` where none is known.
     """
 
     texts: tuple[str, ...]
@@ -105,6 +106,7 @@ class Window(NamedTuple):
     book_id: str = ""
     part: int = 1
     parts: int = 1
+    date: str = ""
 
 
 @dataclass(frozen=True)

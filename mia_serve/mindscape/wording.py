@@ -85,7 +85,7 @@ def window_messages(window: Window, *, chat: bool = False) -> list[Message]:
 
     Args:
         window: The window; its texts are shown one after the other.
-        chat: Whether it is a session of a conversation; its title says the date, where one is known.
+        chat: Whether it is a session of a conversation.
     """
     return _ask_window(window, window.texts, "", chat)
 
@@ -149,4 +149,5 @@ def _named(title: str) -> str:
 def _place(window: Window, chat: bool) -> str:
     """Say where a window stands, such as ``Part 3 / 7 of “Title”``."""
     what, of = ("Session", "the conversation ") if chat else ("Part", "")
-    return f"{what} {window.part} / {window.parts} of {of}{_named(window.title)}"
+    dated = f", dated {' '.join(window.date.split())[:_TITLE]}" if window.date.strip() else ""
+    return f"{what} {window.part} / {window.parts} of {of}{_named(window.title)}{dated}"

@@ -97,10 +97,10 @@ def test_the_prompt_asks_for_what_the_papers_ask_for():
 
 
 def test_the_prompt_of_a_chat_asks_for_its_facts_and_dates():
-    window = Window(("Ann: I move on Friday.", "Bob: Good luck!"), "8 May 2023", "c", 2, 4)
+    window = Window(("Ann: I move on Friday.", "Bob: Good luck!"), "Ann and Bob", "c", 2, 4, "8 May 2023")
     system, user = window_messages(window, chat=True)
     assert "records of long conversations" in system["content"]
-    assert "Session 2 / 4 of the conversation “8 May 2023”" in user["content"]
+    assert "Session 2 / 4 of the conversation “Ann and Bob”, dated 8 May 2023." in user["content"]
     assert "Ann: I move on Friday.\n\nBob: Good luck!" in user["content"]
     for wanted in ("decisions", "dates", "by name", "yesterday", "One connected paragraph", "50 to 100 words"):
         assert wanted in user["content"], wanted
