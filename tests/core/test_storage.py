@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mia_serve.core import storage
 from mia_serve.core.storage import recover, write_aside
 
 
@@ -39,6 +40,7 @@ def test_a_writer_that_raises_leaves_the_old_folder(tmp_path: Path):
 
 
 def test_a_failed_rename_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(storage, "_exchange", lambda one, other: False)  # a system that cannot
     fill(tmp_path / "x", "one")
     rename = os.rename
 
@@ -60,7 +62,9 @@ def test_SRV_51_kill_9_at_any_rename_leaves_a_whole_folder(tmp_path: Path, renam
     code = f"""
 import os, signal
 from pathlib import Path
+from mia_serve.core import storage
 from tests.core.test_storage import fill
+storage._exchange = lambda one, other: False
 rename, left = os.rename, [{renames}]
 def counted(a, b):
     if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)
@@ -72,5 +76,28 @@ fill(Path({str(tmp_path / "x")!r}), "two")
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
     assert done.returncode == (0 if renames == 2 else -signal.SIGKILL)
     assert read(tmp_path / "x") == ("two" if renames == 2 else "one")
+    fill(tmp_path / "x", "three")
+    assert read(tmp_path / "x") == "three"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_SRV_51_kill_9_around_the_exchange_leaves_a_whole_folder(tmp_path: Path, when: str):
+    fill(tmp_path / "x", "one")
+    code = f"""
+import os, signal
+from pathlib import Path
+from mia_serve.core import storage
+from tests.core.test_storage import fill
+exchange = storage._exchange
+def killed(one, other):
+    if {when!r} == "after": assert exchange(one, other)
+    os.kill(os.getpid(), signal.SIGKILL)
+storage._exchange = killed
+fill(Path({str(tmp_path / "x")!r}), "two")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    # Nobody has to recover anything: the place is never empty.
+    assert (tmp_path / "x" / "inner" / "a.txt").read_text() == ("two" if when == "after" else "one")
     fill(tmp_path / "x", "three")
     assert read(tmp_path / "x") == "three"
