@@ -33,7 +33,11 @@ _RULES: dict[Task, str] = {
     ),
 }
 _GUIDED: dict[Task, str] = {
-    "free": 'Answer with one phrase, as short as it can be and still be right. Reply with JSON: {"answer": "xxx"}.',
+    # No placeholder: small models copy it.
+    "free": (
+        "Answer with one phrase, as short as it can be and still be right. Reply with a JSON object whose field "
+        '"answer" holds the phrase.'
+    ),
     "choice": _RULES["choice"],
     "letter": 'Choose the one option that is right. Reply with JSON: {"answer": "x"}, where x is one of {letters}.',
     "claim": (
