@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mia_serve.core import MiaError
+from mia_serve.eval.qa_folder import read_run
 from mia_serve.llm import Journal
 
-FORMAT = "mia-qa-run"
 _REPLY = 4000  # characters of a reply that are shown
 
 
@@ -30,7 +30,7 @@ def build_page(run: str | Path, limit: int | None = None) -> str:
     from jinja2 import Environment
 
     folder = Path(run)
-    record = _record(folder)
+    record = read_run(folder)
     asked = _questions(folder, record)
     if limit is not None and limit < len(asked):
         asked = [asked[i * len(asked) // limit] for i in range(limit)]
@@ -60,24 +60,6 @@ def figure(value: float | None, digits: int = 3) -> str:
 def difference(value: float | None, digits: int = 3) -> str:
     """Write a difference with its sign: ``+.021``."""
     return "–" if value is None else ("+" if value >= 0 else "−") + figure(abs(value), digits)
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no run at {folder}: give the folder of `mia-serve eval NAME --out`")
-    path = folder / "run.json"
-    if not path.is_file():
-        raise MiaError(
-            f"{folder} holds no finished run (no run.json): run the same `mia-serve eval` command to its end"
-        )
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        found = (record["format"], record["version"])
-    except (ValueError, KeyError, TypeError):
-        raise MiaError(f"{path} is not the record of a run; run the evaluation again") from None
-    if found != (FORMAT, 1):
-        raise MiaError(f"{path} is {found[0]} version {found[1]}: this MiA reads {FORMAT} version 1")
-    return record
 
 
 def _metrics(record: dict[str, Any]) -> list[str]:

@@ -203,7 +203,7 @@ def test_the_command_writes_a_file_and_refuses_what_is_no_run(run: Run, folder: 
     assert (folder / "run.json").read_bytes() == kept
     assert "no run at" in run("report", tmp_path / "none").refusal
     (folder / "run.json").write_text('{"format": "mia-qa-run", "version": 2}')
-    assert "reads mia-qa-run version 1" in run("report", folder).refusal
+    assert "is not a mia-qa-run of version 1" in run("report", folder).refusal
     (folder / "run.json").unlink()
     with pytest.raises(MiaError, match="no finished run"):
         build_page(folder)
