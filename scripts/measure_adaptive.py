@@ -258,7 +258,7 @@ async def _both_modes(
     for mode in MODES:
         answered = await static.answer(
             client, asked, passages, signature=signature, mode=mode, max_tokens=arguments.max_tokens,
-            context_tokens=arguments.context,
+            context_tokens=arguments.context, guided=True,
         )  # fmt: skip
         scores = score_answer(question, answered.text, language)
         record["scores"][mode] = float(scores["f1" if question.task == "free" else "accuracy"] or 0.0)
