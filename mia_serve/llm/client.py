@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 from mia_serve.core.errors import MiaError
@@ -81,7 +81,11 @@ class ChatClient:
         self._context: asyncio.Task[int | None] | None = None
 
     async def chat(
-        self, messages: Sequence[Message], schema: dict[str, Any] | None = None, max_tokens: int = 1024
+        self,
+        messages: Sequence[Message],
+        schema: dict[str, Any] | None = None,
+        max_tokens: int = 1024,
+        enough: Callable[[str], bool] | None = None,
     ) -> Reply:
         """Return the model's reply.
 
@@ -93,12 +97,13 @@ class ChatClient:
             schema: JSON schema that the endpoint is asked to keep to (``response_format``); most accept an object
                 at its root only.
             max_tokens: Most tokens of the reply.
+            enough: Says whether the text of a reply that was cut off will do as it is; None: it never does.
 
         Raises:
             LlmFailed: There is no usable reply; its ``reason`` says why.
         """
         try:
-            return await self._usable(messages, schema, max_tokens)
+            return await self._usable(messages, schema, max_tokens, enough or _never)
         except LlmFailed:
             self.stats.failed += 1
             raise
@@ -113,9 +118,15 @@ class ChatClient:
             self._context = asyncio.ensure_future(self._find_context())
         return await asyncio.shield(self._context)
 
-    async def _usable(self, messages: Sequence[Message], schema: dict[str, Any] | None, max_tokens: int) -> Reply:
+    async def _usable(
+        self,
+        messages: Sequence[Message],
+        schema: dict[str, Any] | None,
+        max_tokens: int,
+        enough: Callable[[str], bool],
+    ) -> Reply:
         reply = await self._recorded(messages, schema, max_tokens, max_tokens)
-        if reply.finish_reason == "length":
+        if reply.finish_reason == "length" and not enough(reply.text):
             larger = await self._larger(reply.usage, max_tokens)
             if larger <= max_tokens:
                 raise self._cut_off(max_tokens)
@@ -124,8 +135,10 @@ class ChatClient:
                 reply = await self._recorded(messages, schema, max_tokens * _LARGER, larger)
             except LlmFailed as failure:
                 raise self._cut_off(max_tokens) if failure.reason == "too long" else failure from None
-            if reply.finish_reason == "length":
+            if reply.finish_reason == "length" and not enough(reply.text):
                 raise self._cut_off(larger)
+        if reply.finish_reason == "length":
+            self.stats.cut += 1
         if reply.finish_reason == "content_filter":
             raise LlmFailed("filtered", f"the endpoint withheld the reply of {self.model!r} (content filter)")
         if not reply.text.strip():
@@ -230,6 +243,10 @@ class ChatClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _never(text: str) -> bool:
+    return False
 
 
 def _count(value: Any) -> int:

@@ -23,6 +23,7 @@ class Stats:
         calls: Calls that reached for the endpoint.
         cached: Replies out of the recording.
         failed: Chats that ended without a usable reply.
+        cut: Chats whose reply was cut off and used as far as it went.
         prompt_tokens: Of the calls, as the endpoint counts them.
         completion_tokens: Of the calls.
         seconds: Time in which at least one call was under way.
@@ -31,6 +32,7 @@ class Stats:
     calls: int = 0
     cached: int = 0
     failed: int = 0
+    cut: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0
@@ -44,6 +46,8 @@ class Stats:
         parts = [f"{self.calls} calls", f"{self.cached} recorded replies used"]
         if self.failed:
             parts.append(f"{self.failed} without a usable reply")
+        if self.cut:
+            parts.append(f"{self.cut} cut off and used as far as they went")
         parts.append(f"{self.prompt_tokens} + {self.completion_tokens} tokens")
         if self.seconds:
             parts.append(f"{self.seconds:.1f} s ({self.completion_tokens / self.seconds:.0f} new tokens/s)")

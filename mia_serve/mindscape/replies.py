@@ -7,7 +7,7 @@ import re
 import unicodedata
 
 from mia_serve.llm import LlmFailed
-from mia_serve.mindscape.sentences import count_words, first_words, join_sentences, sentence_spans
+from mia_serve.mindscape.sentences import count_words, ends_sentence, first_words, join_sentences, sentence_spans
 
 _THOUGHT = re.compile(r"\A.*</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
 _UNFINISHED = re.compile(r"<think(?:ing)?>.*\Z", re.DOTALL | re.IGNORECASE)
@@ -33,10 +33,20 @@ _COUNT = re.compile(
     r"\s*[(\[（]?\s*(?:word count|total words|字数|字數)\s*[:：]?\s*\d+[^()\[\]（）]{0,20}[)\]）]?\s*\Z", re.I
 )
 _QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "「": "」", "『": "』", "«": "»", "„": "“", "`": "`"}
+_SHORTEST = 8  # a summary that was cut off has to reach this part of a bound, half of what is asked for
 _ABSURD = 10  # times the bound in characters: no summary any more, whatever its first sentences say
 
 
-def clean_reply(text: str, max_words: int, max_characters: int) -> str:
+def whole_enough(text: str, max_words: int, max_characters: int) -> bool:
+    """Whether a reply that was cut off still makes a summary: its whole sentences fill an eighth of a bound."""
+    try:
+        kept = clean_reply(text, max_words, max_characters, cut=True)
+    except LlmFailed:
+        return False
+    return count_words(kept) >= max_words / _SHORTEST or len(kept) >= max_characters / _SHORTEST
+
+
+def clean_reply(text: str, max_words: int, max_characters: int, cut: bool = False) -> str:
     """Return the summary that a reply holds, as one paragraph.
 
     Reasoning, code fences, tags, JSON around it, labels ("Summary:"), list marks, a count of words and quotes around
@@ -47,6 +57,7 @@ def clean_reply(text: str, max_words: int, max_characters: int) -> str:
         text: The reply.
         max_words: Most words; a CJK character counts as one.
         max_characters: Most characters.
+        cut: Whether the reply was cut off; what follows its last whole sentence is left out then.
 
     Raises:
         LlmFailed: ("bad reply") It holds no summary: nothing but reasoning or marks, other JSON, or far too much.
@@ -56,6 +67,8 @@ def clean_reply(text: str, max_words: int, max_characters: int) -> str:
         raise LlmFailed("bad reply", f"{len(text)} characters where at most {max_characters} were wanted")
     text = _unwrapped(_unfenced(text))
     paragraph = _one_paragraph(one_line_each(text))
+    if cut:
+        paragraph = _whole_sentences(paragraph)
     if not any(character.isalnum() for character in paragraph):
         raise LlmFailed("bad reply", f"the reply holds no summary: {' '.join(text.split())[:80]!r}")
     return _bounded(_said_once(paragraph), max_words, max_characters)
@@ -119,6 +132,14 @@ def _unquoted(text: str) -> str:
             break
         text = inner.strip()
     return text
+
+
+def _whole_sentences(text: str) -> str:
+    """Leave out the last sentence where it has no end."""
+    spans = sentence_spans(text)
+    if spans and not ends_sentence(text):
+        spans.pop()
+    return text[: spans[-1][1]] if spans else ""
 
 
 def _said_once(text: str) -> str:

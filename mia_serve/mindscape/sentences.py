@@ -77,6 +77,11 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
     return _spans(text, cuts + [m.end() for m in BLANK_LINE.finditer(text)])
 
 
+def ends_sentence(text: str) -> bool:
+    """Whether the text closes with the end of a sentence, quotes and brackets behind it included."""
+    return any(match.end() == len(text) for match in _END.finditer(text))
+
+
 def split_sentences(text: str) -> list[str]:
     """The sentences of a text, each on one line; lines wrapped between full-width characters join without a space."""
     return [" ".join(_WRAPPED.sub("", text[start:end]).split()) for start, end in sentence_spans(text)]

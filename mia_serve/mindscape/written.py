@@ -14,7 +14,7 @@ from mia_serve.mindscape.calls import ask_all, together
 from mia_serve.mindscape.fitting import Room, estimate_tokens, find_room, group_texts, halves
 from mia_serve.mindscape.mindscape import Summarise, summarised
 from mia_serve.mindscape.records import Window
-from mia_serve.mindscape.replies import clean_reply
+from mia_serve.mindscape.replies import clean_reply, whole_enough
 from mia_serve.mindscape.wording import (
     NOTHING,
     PROMPT_HASH,
@@ -31,7 +31,7 @@ __all__ = ["PROMPT_HASH", "LlmSummariser", "Written", "window_messages", "write_
 T = TypeVar("T")
 _Ask = Callable[[Sequence[str]], Awaitable[str]]
 
-#: Most tokens of a reply; the client asks once more with four times as many where it was cut off.
+#: Most tokens of a reply; of one that was cut off its whole sentences are kept, if they are enough.
 SESSION_TOKENS, BOOK_TOKENS = 512, 2048
 
 # Most words and characters that are kept: about twice what is asked for. Five summaries of sessions are a signature.
@@ -205,8 +205,9 @@ async def _book(client: ChatClient, parts: Sequence[str], title: str, room: Room
 
 
 async def _say(client: ChatClient, messages: Sequence[Message], max_tokens: int, bounds: tuple[int, int]) -> str:
-    reply = await client.chat(messages, max_tokens=max_tokens)
-    return clean_reply(reply.text, *bounds)
+    # A model that does not come to an end says the same over and over: more tokens would only hold more of that.
+    reply = await client.chat(messages, max_tokens=max_tokens, enough=lambda text: whole_enough(text, *bounds))
+    return clean_reply(reply.text, *bounds, cut=reply.finish_reason == "length")
 
 
 async def _reduce(

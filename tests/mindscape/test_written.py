@@ -532,3 +532,39 @@ def until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+LOOP = (
+    "Anna walks to the station before dawn and waits there in the cold wind for the late train that will carry her "
+    "brother home. "
+)
+
+
+@pytest.mark.parametrize(
+    ("reply", "kept", "calls"),
+    [
+        # It says one thing over and over and never ends.
+        (
+            LOOP + "He does not come, and she sells the house. " * 30,
+            LOOP + "He does not come, and she sells the house.",
+            1,
+        ),
+        (LOOP + "He comes. Then she", LOOP.strip() + " He comes.", 1),
+        (
+            "安娜在天亮以前走到车站，等待那列会把她弟弟带回家的火车。于是她卖掉了",
+            "安娜在天亮以前走到车站，等待那列会把她弟弟带回家的火车。",
+            1,
+        ),
+        ("Anna walks. She", None, 2),  # too little of it
+        ("<think>" + LOOP * 20, None, 2),  # it has not begun
+        ('{"summary": "' + LOOP * 2, None, 2),
+        (LOOP.rstrip(" .") + ", and then", None, 2),  # no sentence of it has an end
+    ],
+)
+def test_a_summary_that_was_cut_off_is_kept_up_to_its_last_whole_sentence(reply: str, kept: str | None, calls: int):
+    with serving(lambda body: (reply, "length")) as stub:
+        written, client = write(stub.url, windows(1), stand_ins)
+    assert written.summaries == [kept or "stand-in 1"]
+    assert written.failures == ({} if kept else {("b", 1): "truncated"})
+    assert len(stub.requests) == calls and client.stats.cut == (kept is not None)
+    assert ("cut off" in client.stats.to_text()) == (kept is not None)
