@@ -162,19 +162,19 @@ class Encoder:
         Raises:
             MiaError: Empty or too long query, lengths that do not match, alpha outside [0, 1].
         """
-        alpha = self.spec.alpha if alpha is None else alpha
-        if not 0.0 <= alpha <= 1.0:
-            raise MiaError(f"alpha is {alpha}; allowed: 0 to 1")
+        alpha = self.checked_alpha(alpha)
         if alpha == 0.0:
             signatures = None
         _texts(texts, "queries")
         vectors = self._embed(self._query_windows(texts, signatures, False, truncate), len(texts), ("query", "chunk"))
-        query, chunk = vectors["query"], vectors["chunk"]
-        have = ~np.isnan(chunk).any(axis=1)
-        if have.any():
-            fused = fuse_views(torch.from_numpy(query[have]), torch.from_numpy(chunk[have]), alpha)
-            query[have] = fused.numpy()
-        return query
+        return fuse_rows(vectors["query"], vectors["chunk"], alpha)
+
+    def checked_alpha(self, alpha: float | None) -> float:
+        """Return the weight of the signature-aware view: the spec's where None."""
+        alpha = self.spec.alpha if alpha is None else alpha
+        if not 0.0 <= alpha <= 1.0:
+            raise MiaError(f"alpha is {alpha}; allowed: 0 to 1")
+        return alpha
 
     def encode_documents(self, texts: Seq[str], out: np.ndarray | None = None) -> np.ndarray:
         """Encode documents.
@@ -213,52 +213,100 @@ class Encoder:
             yield self.text.queries(texts[i : i + WINDOW], part, node=node, truncate=truncate)
 
     @torch.inference_mode()
+    def embed_sequences(self, sequences: Seq[Sequence]) -> list[dict[str, np.ndarray] | None]:
+        """Run the model over token sequences: the one way from ids to vectors, and the one to override.
+
+        Args:
+            sequences: What is to be read, in any order and of any lengths.
+
+        Returns:
+            One dict a sequence: view name -> (d,) float32 unit vector. None for a sequence that did not fit into device
+            memory even alone.
+        """
+        self.model.eval()
+        found: list[dict[str, np.ndarray] | None] = [None] * len(sequences)
+        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].ids))
+        for batch in batches_by_tokens([len(sequences[i].ids) for i in order], self.tokens_per_batch):
+            self._embed_rows([order[i] for i in batch], sequences, found)
+        return found
+
     def _embed(
         self, windows: Iterator[list[list[Sequence]]], n: int, views: tuple[str, ...], out: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """Fill (n, d) arrays, one a view, from windows of token sequences; what has no readout stays NaN."""
         if out is not None and (out.shape != (n, self.dim) or out.dtype != np.float32):
             raise MiaError(f"out is {out.dtype} {out.shape}; it must be float32 {(n, self.dim)}")
-        self.model.eval()
         arrays = {v: np.full((n, self.dim), np.nan, np.float32) if out is None else out for v in views}
         failed: set[int] = set()
         base = 0
         for window in windows:
-            flat = [(base + i, s) for i, sequences in enumerate(window) for s in sequences]
-            flat.sort(key=lambda item: -len(item[1].ids))
-            for batch in batches_by_tokens([len(s.ids) for _, s in flat], self.tokens_per_batch):
-                self._embed_rows([flat[i] for i in batch], arrays, failed)
+            rows = [base + i for i, sequences in enumerate(window) for _ in sequences]
+            found = self.embed_sequences([s for sequences in window for s in sequences])
+            failed |= fill_rows(rows, found, arrays)
             base += len(window)
         if failed:
             raise EncodeFailed(sorted(failed), arrays)
         return arrays
 
-    def _embed_rows(self, items: list[tuple[int, Sequence]], arrays: dict[str, np.ndarray], failed: set[int]) -> None:
+    def _embed_rows(
+        self, places: list[int], sequences: Seq[Sequence], found: list[dict[str, np.ndarray] | None]
+    ) -> None:
         """Embed a batch; on device out-of-memory go on with halves, down to single rows."""
         try:
-            batch = pad_sequences([s for _, s in items], self.pad_id)
+            batch = pad_sequences([sequences[i] for i in places], self.pad_id)
             vectors = embed_batch(self.model, batch.to(self.device), self.spec.truncate_dim).cpu().numpy()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             self.tokens_per_batch = max(1, self.tokens_per_batch // 2)
-            if len(items) == 1:
-                failed.add(items[0][0])
+            if len(places) == 1:
                 return
             logger.warning("out of device memory: token budget halved to %d", self.tokens_per_batch)
-            middle = len(items) // 2
-            self._embed_rows(items[:middle], arrays, failed)
-            self._embed_rows(items[middle:], arrays, failed)
+            middle = len(places) // 2
+            self._embed_rows(places[:middle], sequences, found)
+            self._embed_rows(places[middle:], sequences, found)
             return
-        broken = ~np.isfinite(vectors).all(axis=1)
-        if broken.any():
-            text = items[int(batch.rows[int(broken.argmax())])][0]
-            raise RuntimeError(
-                f"the encoder gave NaN for text {text}: its weights are broken, or too large for their number format; "
-                "try dtype 'float32' or an earlier checkpoint"
-            )
+        for place in places:
+            found[place] = {}
         for row, view, vector in zip(batch.rows.tolist(), batch.views, vectors, strict=True):
+            views = found[places[row]]
+            assert views is not None
+            views[view] = vector
+
+
+def fill_rows(rows: Seq[int], found: Seq[dict[str, np.ndarray] | None], arrays: dict[str, np.ndarray]) -> set[int]:
+    """Put what :meth:`Encoder.embed_sequences` found into arrays, one a view, and return the rows that failed.
+
+    Raises:
+        RuntimeError: A vector is not finite.
+    """
+    failed: set[int] = set()
+    for row, views in zip(rows, found, strict=True):
+        if views is None:
+            failed.add(row)
+            continue
+        for view, vector in views.items():
+            if not np.isfinite(vector).all():
+                raise RuntimeError(
+                    f"the encoder gave NaN for text {row}: its weights are broken, or too large for their number "
+                    "format; try dtype 'float32' or an earlier checkpoint"
+                )
             if view in arrays:
-                arrays[view][items[row][0]] = vector
+                arrays[view][row] = vector
+    return failed
+
+
+def fuse_rows(query: np.ndarray, chunk: np.ndarray, alpha: float) -> np.ndarray:
+    """Fuse views where there is a signature's; rows whose ``chunk`` is NaN keep the query's view.
+
+    Args:
+        query: (n, d) float32 unit rows; changed in place.
+        chunk: (n, d) float32 unit rows, NaN where a query had no signature.
+        alpha: Weight of ``chunk``.
+    """
+    have = ~np.isnan(chunk).any(axis=1)
+    if have.any():
+        query[have] = fuse_views(torch.from_numpy(query[have]), torch.from_numpy(chunk[have]), alpha).numpy()
+    return query
 
 
 def batches_by_tokens(lengths: list[int], budget: int) -> Iterator[range]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from mia_serve.core.errors import MiaError
+from mia_serve.core.errors import MiaError, TooLong
 from mia_serve.core.pooling import Sequence
 from mia_serve.core.spec import EncoderSpec
 
@@ -57,11 +57,28 @@ class TextTokeniser:
         """Return the sequence of one document, cut to ``max_document_tokens``; view ``document``."""
         return self.documents([text])[0]
 
-    def documents(self, texts: Seq[str]) -> list[Sequence]:
-        """Return the sequences of documents; see :meth:`document`."""
-        room = self.spec.max_document_tokens - len(self._start) - len(self._end)
+    def documents(self, texts: Seq[str], truncate: bool = True) -> list[Sequence]:
+        """Return the sequences of documents; see :meth:`document`.
+
+        Args:
+            texts: n documents.
+            truncate: Cut a document that is too long; False: refuse it.
+
+        Raises:
+            TooLong: A document is over ``max_document_tokens`` and may not be cut.
+        """
+        return self.documents_of_ids(self._ids([self.spec.template.document_prefix + t for t in texts]), truncate)
+
+    def documents_of_ids(self, documents: Seq[list[int]], truncate: bool = True) -> list[Sequence]:
+        """Return the sequences of documents whose tokens, the template's prefix among them, are given as ids."""
+        limit = self.spec.max_document_tokens
+        room = limit - len(self._start) - len(self._end)
         out = []
-        for ids in self._ids([self.spec.template.document_prefix + t for t in texts]):
+        for i, ids in enumerate(documents):
+            if len(ids) > room and not truncate:
+                raise TooLong(
+                    f"document {i} has {len(ids)} tokens, {room} fit (max_document_tokens {limit}); shorten it"
+                )
             whole = self._start + ids[:room] + self._end
             out.append(Sequence(whole, {"document": self._span(0, len(whole))}))
         return out
@@ -111,7 +128,7 @@ class TextTokeniser:
         room = limit - len(self._start) - len(self._end)
         if len(ids) > room:
             if not truncate:
-                raise MiaError(
+                raise TooLong(
                     f"query {row} has {len(ids)} tokens, {room} fit (max_query_tokens {limit}); "
                     "shorten it, raise the limit, or pass truncate=True"
                 )

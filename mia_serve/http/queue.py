@@ -1,0 +1,439 @@
+"""Batches of token sequences out of many requests: one worker, no starvation, a bound on what waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from mia_serve.core.encoder import Encoder
+    from mia_serve.core.pooling import Sequence as Tokens
+
+logger = logging.getLogger(__name__)
+
+Views = dict[str, Any]  # view name -> (d,) float32 unit vector
+Found = list["Views | None"]
+
+_BULK_EVERY = 4  # every so many batches one is anchored by bulk work, however busy the server is
+_SLACK = 0.2  # part of a batch that may be padding
+_FREE = 1 / 16  # of the token budget: padding below that costs less than another forward
+_RESTART_S = 0.5  # between the end of a worker and the next one
+
+
+class QueueFull(RuntimeError):
+    """Too much waits already.
+
+    Attributes:
+        retry_after: Seconds after which there should be room.
+    """
+
+    def __init__(self, waiting: int, limit: int, retry_after: float) -> None:
+        super().__init__(f"{waiting} tokens wait to be encoded, {limit} may; try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class QueueDead(RuntimeError):
+    """The worker died over a request, or the queue is closed."""
+
+
+class QueueMetrics(Protocol):
+    """What a queue reports; it is called from several threads."""
+
+    def waiting(self, items: int, tokens: int) -> None:
+        """Take what waits now."""
+
+    def batch(self, items: int, tokens: int, padded: int, budget: int, seconds: float) -> None:
+        """Take a forward: its sequences, their tokens, the same with padding, the budget, and its time."""
+
+    def waited(self, seconds: float) -> None:
+        """Take the time that the oldest sequence of a batch has waited."""
+
+    def failed(self, reason: str) -> None:
+        """Take a failure: "full", "encoder", "memory" or "worker"."""
+
+    def worker(self, alive: bool) -> None:
+        """Take whether the worker is at work."""
+
+
+class _Job:
+    """One request: sequences that wait, and where their vectors go."""
+
+    __slots__ = ("bulk", "error", "found", "future", "left", "loop", "since", "waiting", "waiting_tokens")
+
+    def __init__(self, count: int, tokens: int, bulk: bool, future: Any, loop: asyncio.AbstractEventLoop | None):
+        self.found: Found = [None] * count
+        self.left = self.waiting = count
+        self.waiting_tokens = tokens
+        self.bulk, self.future, self.loop = bulk, future, loop
+        self.error: BaseException | None = None
+        self.since = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        return self.error is not None or self.future.cancelled()
+
+
+class _Item:
+    """One sequence of a job."""
+
+    __slots__ = ("job", "length", "place", "taken", "tokens")
+
+    def __init__(self, job: _Job, place: int, tokens: Tokens) -> None:
+        self.job, self.place, self.tokens = job, place, tokens
+        self.length = len(tokens.ids)
+        self.taken = False
+
+
+class _Line:
+    """Sequences that wait, in order of arrival and by length."""
+
+    def __init__(self) -> None:
+        self._arrived: deque[_Item] = deque()
+        self._by_length: dict[int, deque[_Item]] = {}
+        self._lengths: list[int] = []  # keys of the former, ascending
+
+    def add(self, item: _Item) -> None:
+        self._arrived.append(item)
+        same = self._by_length.get(item.length)
+        if same is None:
+            same = self._by_length[item.length] = deque()
+            insort(self._lengths, item.length)
+        same.append(item)
+
+    def __bool__(self) -> bool:
+        while self._arrived and (self._arrived[0].taken or self._arrived[0].job.over):
+            self._drop(self._arrived.popleft())
+        return bool(self._arrived)
+
+    def batch(self, budget: int) -> list[_Item]:
+        """Take the oldest sequence and those nearest to it in length, as many as the budget of padded tokens holds."""
+        if not self:
+            return []
+        anchor = self._arrived[0]
+        items, used = [self._take(anchor)], anchor.length
+        longest = anchor.length
+        below = above = anchor.length
+        while True:
+            near = self._nearest(below, above, anchor.length)
+            if near is None:
+                return items
+            item, side = near
+            tall = max(longest, item.length)
+            padded = tall * (len(items) + 1)
+            padding = padded - used - item.length
+            if padded > budget or padding > max(_SLACK * padded, _FREE * budget):
+                # Nothing further off on this side fits either.
+                if side < 0:
+                    below = -1
+                else:
+                    above = 1 << 60
+                continue
+            items.append(self._take(item))
+            used, longest = used + item.length, tall
+            if side < 0:
+                below = item.length
+            else:
+                above = item.length
+
+    def _nearest(self, below: int, above: int, length: int) -> tuple[_Item, int] | None:
+        """Return the first item at or under ``below``, or at or over ``above``, whichever is nearer to ``length``."""
+        low, high = self._first(below, -1), self._first(above, 1)
+        if low is not None and (high is None or length - low.length <= high.length - length):
+            return low, -1
+        return None if high is None else (high, 1)
+
+    def _first(self, length: int, step: int) -> _Item | None:
+        while True:
+            place = bisect_left(self._lengths, length)
+            if step < 0 and (place == len(self._lengths) or self._lengths[place] != length):
+                place -= 1
+            if not 0 <= place < len(self._lengths):
+                return None
+            same = self._by_length[self._lengths[place]]
+            while same and (same[0].taken or same[0].job.over):
+                same.popleft()
+            if same:
+                return same[0]
+            del self._by_length[self._lengths[place]]
+            del self._lengths[place]
+
+    def _take(self, item: _Item) -> _Item:
+        item.taken = True
+        return item
+
+    def _drop(self, item: _Item) -> None:
+        """Let go of an item that is done with, so that no length keeps it."""
+        item.taken = True
+        same = self._by_length.get(item.length)
+        while same and (same[0].taken or same[0].job.over):
+            same.popleft()
+
+    def clear(self) -> set[_Job]:
+        jobs = {item.job for item in self._arrived if not item.taken}
+        self._arrived.clear()
+        self._by_length.clear()
+        self._lengths.clear()
+        return jobs
+
+
+class _Batch(NamedTuple):
+    items: list[_Item]
+    budget: int
+
+
+class EncodeQueue:
+    """Token sequences of many requests, run through one encoder in batches.
+
+    The oldest sequence anchors a batch, and those nearest to it in length that wait fill it. So nothing starves,
+    and little is padding. A worker takes what there is as soon as it is free; it never waits for a batch to fill.
+
+    Args:
+        encoder: Runs the batches, in the worker's thread alone.
+        tokens_per_batch: Padded tokens of one forward; None: the encoder's own budget.
+        max_tokens_waiting: Tokens that may wait; more is refused. Bulk work is not counted.
+        metrics: Is told what happens.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        tokens_per_batch: int | None = None,
+        max_tokens_waiting: int = 1_000_000,
+        metrics: QueueMetrics | None = None,
+    ) -> None:
+        self._encoder, self._own_budget, self._most = encoder, tokens_per_batch, max_tokens_waiting
+        self._metrics = metrics
+        self._changed = threading.Condition()
+        self._now, self._bulk = _Line(), _Line()
+        self._items = self._tokens = 0  # that wait, without bulk
+        self._since_bulk = 0
+        self._rate = 0.0  # tokens a second, a running mean
+        self._running: list[_Item] = []
+        self._idle, self._closing = True, False
+        self._worker: threading.Thread | None = None
+        self._keeper: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether a worker is there to take batches."""
+        return self._worker is not None and self._worker.is_alive()
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that wait, bulk work left out."""
+        return self._tokens
+
+    def start(self) -> None:
+        """Start the worker, and what starts another one should it die."""
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="mia-queue", daemon=True)
+            self._keeper.start()
+
+    def submit(self, sequences: Sequence[Tokens], bulk: bool = False) -> Future[Found]:
+        """Queue the sequences of one request.
+
+        Args:
+            sequences: Its token sequences.
+            bulk: Whether it may wait behind others and is never refused: work that holds up no one.
+
+        Returns:
+            A future of one dict a sequence, as :meth:`Encoder.embed_sequences` returns them. Cancelling it drops what
+            still waits.
+
+        Raises:
+            QueueFull: Too much waits.
+            QueueDead: The queue is closed.
+        """
+        future: Future[Found] = Future()
+        self._submit(sequences, bulk, future, None)
+        return future
+
+    def submit_to(self, future: asyncio.Future[Found], sequences: Sequence[Tokens], bulk: bool = False) -> None:
+        """Queue sequences for a future of an event loop, from any thread; see :meth:`submit`."""
+        self._submit(sequences, bulk, future, future.get_loop())
+
+    def close(self, drain: bool = True, timeout: float = 20.0) -> None:
+        """Take nothing new; with ``drain`` finish what waits within the time, then fail the rest; safe to repeat."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            while drain and self.alive and not self._idle and time.monotonic() < end:
+                self._changed.wait(min(0.1, max(0.0, end - time.monotonic())))
+            jobs = self._now.clear() | self._bulk.clear()
+            self._changed.notify_all()
+        self._fail(jobs, QueueDead("the server is stopping"))
+        if self._keeper is not None:
+            self._keeper.join(max(0.0, end - time.monotonic()) + 1.0)
+
+    def _submit(
+        self, sequences: Sequence[Tokens], bulk: bool, future: Any, loop: asyncio.AbstractEventLoop | None
+    ) -> None:
+        tokens = sum(len(sequence.ids) for sequence in sequences)
+        job = _Job(len(sequences), tokens, bulk, future, loop)
+        if not sequences:
+            _deliver([job])
+            return
+        with self._changed:
+            if self._closing:
+                raise QueueDead("the server is stopping")
+            # A request that is larger than the bound is let in where nothing waits: it could never be otherwise.
+            if not bulk and self._tokens and self._tokens + tokens > self._most:
+                self._tell("failed", "full")
+                raise QueueFull(self._tokens, self._most, self._time_for(self._tokens))
+            line = self._bulk if bulk else self._now
+            for place, sequence in enumerate(sequences):
+                line.add(_Item(job, place, sequence))
+            if not bulk:
+                self._items, self._tokens = self._items + len(sequences), self._tokens + tokens
+            self._idle = False
+            self._tell("waiting", self._items, self._tokens)
+            self._changed.notify()
+        if loop is None:
+            future.add_done_callback(lambda _: self._forget(job))
+        else:
+            _call(loop, lambda: future.add_done_callback(lambda _: self._forget(job)))
+
+    def _forget(self, job: _Job) -> None:
+        """Count what a cancelled or failed job still had waiting no longer; the lines drop it when they meet it."""
+        with self._changed:
+            if not job.bulk:
+                self._tokens, self._items = self._tokens - job.waiting_tokens, self._items - job.waiting
+            job.waiting = job.waiting_tokens = 0
+
+    def _time_for(self, tokens: int) -> float:
+        return min(60.0, max(1.0, tokens / self._rate)) if self._rate else 1.0
+
+    def _keep(self) -> None:
+        """Run workers, one after another, until the queue is closed."""
+        while not self._closing:
+            self._worker = threading.Thread(target=self._work, name="mia-encode", daemon=True)
+            self._worker.start()
+            self._tell("worker", True)
+            self._worker.join()
+            if not self._closing:
+                self._tell("worker", False)
+                logger.error("the encoder's worker has died; another one starts in %s s", _RESTART_S)
+                time.sleep(_RESTART_S)
+
+    def _work(self) -> None:
+        try:
+            while (batch := self._next()) is not None:
+                self._run(batch)
+        except BaseException as error:
+            logger.exception("the encoder's worker died")
+            self._tell("failed", "worker")
+            self._fail({item.job for item in self._running}, QueueDead(f"the encoder's worker died: {error!r}"))
+
+    def _next(self) -> _Batch | None:
+        """Wait for work and take a batch of it; None when the queue is closed and empty."""
+        with self._changed:
+            while not (self._now or self._bulk):
+                self._idle, self._running = True, []
+                self._changed.notify_all()
+                if self._closing:
+                    return None
+                self._changed.wait()
+            self._idle = False
+            bulk = bool(self._bulk) and (not self._now or self._since_bulk >= _BULK_EVERY - 1)
+            self._since_bulk = 0 if bulk else self._since_bulk + 1
+            budget = self._encoder.tokens_per_batch
+            budget = budget if self._own_budget is None else min(budget, self._own_budget)
+            items = (self._bulk if bulk else self._now).batch(budget)
+            for item in items:
+                item.job.waiting, item.job.waiting_tokens = item.job.waiting - 1, item.job.waiting_tokens - item.length
+                if not bulk:
+                    self._tokens, self._items = self._tokens - item.length, self._items - 1
+            self._running = items
+            self._tell("waiting", self._items, self._tokens)
+            self._tell("waited", time.monotonic() - items[0].job.since)
+            return _Batch(items, budget)
+
+    def _run(self, batch: _Batch) -> None:
+        started = time.monotonic()
+        self._embed(batch.items)
+        seconds = time.monotonic() - started
+        tokens = sum(item.length for item in batch.items)
+        rate = tokens / max(seconds, 1e-6)
+        self._rate = 0.9 * self._rate + 0.1 * rate if self._rate else rate
+        padded = max(item.length for item in batch.items) * len(batch.items)
+        self._tell("batch", len(batch.items), tokens, padded, batch.budget, seconds)
+        _deliver(list({item.job: None for item in batch.items if item.job.left == 0 or item.job.error}))
+        self._running = []
+
+    def _embed(self, items: list[_Item]) -> None:
+        """Run items; where that fails, halves of them, down to the one that is to blame."""
+        items = [item for item in items if not item.job.over]
+        if not items:
+            return
+        try:
+            found = self._encoder.embed_sequences([item.tokens for item in items])
+        except Exception as error:
+            if len(items) == 1:
+                logger.error("a request failed in the encoder: %s", type(error).__name__, exc_info=error)
+                self._tell("failed", "encoder")
+                items[0].job.error = error
+                return
+            middle = len(items) // 2
+            self._embed(items[:middle])
+            self._embed(items[middle:])
+            return
+        for item, views in zip(items, found, strict=True):
+            if views is None:
+                self._tell("failed", "memory")
+            item.job.found[item.place] = views
+            item.job.left -= 1
+
+    def _fail(self, jobs: set[_Job], error: BaseException) -> None:
+        for job in jobs:
+            job.error = job.error or error
+        _deliver(list(jobs))
+
+    def _tell(self, what: str, *values: Any) -> None:
+        if self._metrics is not None:
+            getattr(self._metrics, what)(*values)
+
+
+def _deliver(jobs: list[_Job]) -> None:
+    """Settle futures: those of an event loop all in one call into it."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
+    for job in jobs:
+        if job.loop is None:
+            _settle(job)
+        else:
+            by_loop.setdefault(job.loop, []).append(job)
+    for loop, theirs in by_loop.items():
+        _call(loop, partial(_settle_all, theirs))
+
+
+def _settle_all(jobs: list[_Job]) -> None:
+    for job in jobs:
+        _settle(job)
+
+
+def _settle(job: _Job) -> None:
+    if job.future.done():
+        return
+    try:
+        if job.error is not None:
+            job.future.set_exception(job.error)
+        else:
+            job.future.set_result(job.found)
+    except (InvalidStateError, asyncio.InvalidStateError):
+        pass  # cancelled at this very moment
+
+
+def _call(loop: asyncio.AbstractEventLoop, work: Callable[[], Any]) -> None:
+    try:
+        loop.call_soon_threadsafe(work)
+    except RuntimeError:
+        logger.debug("the event loop of a request is closed")
