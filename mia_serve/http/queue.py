@@ -267,9 +267,10 @@ class EncodeQueue:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            while drain and self.alive and not self._idle and time.monotonic() < end:
+            while drain and self._keeper is not None and not self._idle and time.monotonic() < end:
                 self._changed.wait(min(0.1, max(0.0, end - time.monotonic())))
             jobs = self._now.clear() | self._bulk.clear()
+            self._idle = True
             self._changed.notify_all()
         self._fail(jobs, QueueDead("the server is stopping"))
         if self._keeper is not None:
@@ -315,7 +316,7 @@ class EncodeQueue:
 
     def _keep(self) -> None:
         """Run workers, one after another, until the queue is closed."""
-        while not self._closing:
+        while not (self._closing and self._idle):
             self._worker = threading.Thread(target=self._work, name="mia-encode", daemon=True)
             self._worker.start()
             self._tell("worker", True)
