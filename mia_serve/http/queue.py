@@ -6,12 +6,12 @@ import asyncio
 import logging
 import threading
 import time
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from mia_serve.http.waiting import Found, Item, Job, Line
 
 if TYPE_CHECKING:
     from mia_serve.core.encoder import Encoder
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Views = dict[str, Any]  # view name -> (d,) float32 unit vector
-Found = list["Views | None"]
-
 _BULK_EVERY = 4  # every so many batches one is anchored by bulk work, however busy the server is
-_SLACK = 0.2  # part of a batch that may be padding
-_FREE = 1 / 16  # of the token budget: padding below that costs less than another forward
 _RESTART_S = 0.5  # between the end of a worker and the next one
 
 
@@ -63,129 +58,8 @@ class QueueMetrics(Protocol):
         """Take whether the worker is at work."""
 
 
-class _Job:
-    """One request: sequences that wait, and where their vectors go."""
-
-    __slots__ = ("bulk", "error", "found", "future", "left", "loop", "since", "waiting", "waiting_tokens")
-
-    def __init__(self, count: int, tokens: int, bulk: bool, future: Any, loop: asyncio.AbstractEventLoop | None):
-        self.found: Found = [None] * count
-        self.left = self.waiting = count
-        self.waiting_tokens = tokens
-        self.bulk, self.future, self.loop = bulk, future, loop
-        self.error: BaseException | None = None
-        self.since = time.monotonic()
-
-    @property
-    def over(self) -> bool:
-        return self.error is not None or self.future.cancelled()
-
-
-class _Item:
-    """One sequence of a job."""
-
-    __slots__ = ("job", "length", "place", "taken", "tokens")
-
-    def __init__(self, job: _Job, place: int, tokens: Tokens) -> None:
-        self.job, self.place, self.tokens = job, place, tokens
-        self.length = len(tokens.ids)
-        self.taken = False
-
-
-class _Line:
-    """Sequences that wait, in order of arrival and by length."""
-
-    def __init__(self) -> None:
-        self._arrived: deque[_Item] = deque()
-        self._by_length: dict[int, deque[_Item]] = {}
-        self._lengths: list[int] = []  # keys of the former, ascending
-
-    def add(self, item: _Item) -> None:
-        self._arrived.append(item)
-        same = self._by_length.get(item.length)
-        if same is None:
-            same = self._by_length[item.length] = deque()
-            insort(self._lengths, item.length)
-        same.append(item)
-
-    def __bool__(self) -> bool:
-        while self._arrived and (self._arrived[0].taken or self._arrived[0].job.over):
-            self._drop(self._arrived.popleft())
-        return bool(self._arrived)
-
-    def batch(self, budget: int) -> list[_Item]:
-        """Take the oldest sequence and those nearest to it in length, as many as the budget of padded tokens holds."""
-        if not self:
-            return []
-        anchor = self._arrived[0]
-        items, used = [self._take(anchor)], anchor.length
-        longest = anchor.length
-        below = above = anchor.length
-        while True:
-            near = self._nearest(below, above, anchor.length)
-            if near is None:
-                return items
-            item, side = near
-            tall = max(longest, item.length)
-            padded = tall * (len(items) + 1)
-            padding = padded - used - item.length
-            if padded > budget or padding > max(_SLACK * padded, _FREE * budget):
-                # Nothing further off on this side fits either.
-                if side < 0:
-                    below = -1
-                else:
-                    above = 1 << 60
-                continue
-            items.append(self._take(item))
-            used, longest = used + item.length, tall
-            if side < 0:
-                below = item.length
-            else:
-                above = item.length
-
-    def _nearest(self, below: int, above: int, length: int) -> tuple[_Item, int] | None:
-        """Return the first item at or under ``below``, or at or over ``above``, whichever is nearer to ``length``."""
-        low, high = self._first(below, -1), self._first(above, 1)
-        if low is not None and (high is None or length - low.length <= high.length - length):
-            return low, -1
-        return None if high is None else (high, 1)
-
-    def _first(self, length: int, step: int) -> _Item | None:
-        while True:
-            place = bisect_left(self._lengths, length)
-            if step < 0 and (place == len(self._lengths) or self._lengths[place] != length):
-                place -= 1
-            if not 0 <= place < len(self._lengths):
-                return None
-            same = self._by_length[self._lengths[place]]
-            while same and (same[0].taken or same[0].job.over):
-                same.popleft()
-            if same:
-                return same[0]
-            del self._by_length[self._lengths[place]]
-            del self._lengths[place]
-
-    def _take(self, item: _Item) -> _Item:
-        item.taken = True
-        return item
-
-    def _drop(self, item: _Item) -> None:
-        """Let go of an item that is done with, so that no length keeps it."""
-        item.taken = True
-        same = self._by_length.get(item.length)
-        while same and (same[0].taken or same[0].job.over):
-            same.popleft()
-
-    def clear(self) -> set[_Job]:
-        jobs = {item.job for item in self._arrived if not item.taken}
-        self._arrived.clear()
-        self._by_length.clear()
-        self._lengths.clear()
-        return jobs
-
-
 class _Batch(NamedTuple):
-    items: list[_Item]
+    items: list[Item]
     budget: int
 
 
@@ -213,11 +87,11 @@ class EncodeQueue:
         self._encoder, self._own_budget, self._most = encoder, tokens_per_batch, max_tokens_waiting
         self._metrics = metrics
         self._changed = threading.Condition()
-        self._now, self._bulk = _Line(), _Line()
+        self._now, self._bulk = Line(), Line()
         self._items = self._tokens = 0  # that wait, without bulk
         self._since_bulk = 0
         self._rate = 0.0  # tokens a second, a running mean
-        self._running: list[_Item] = []
+        self._running: list[Item] = []
         self._idle, self._closing = True, False
         self._worker: threading.Thread | None = None
         self._keeper: threading.Thread | None = None
@@ -280,7 +154,7 @@ class EncodeQueue:
         self, sequences: Sequence[Tokens], bulk: bool, future: Any, loop: asyncio.AbstractEventLoop | None
     ) -> None:
         tokens = sum(len(sequence.ids) for sequence in sequences)
-        job = _Job(len(sequences), tokens, bulk, future, loop)
+        job = Job(len(sequences), tokens, bulk, future, loop)
         if not sequences:
             _deliver([job])
             return
@@ -293,7 +167,7 @@ class EncodeQueue:
                 raise QueueFull(self._tokens, self._most, self._time_for(self._tokens))
             line = self._bulk if bulk else self._now
             for place, sequence in enumerate(sequences):
-                line.add(_Item(job, place, sequence))
+                line.add(Item(job, place, sequence))
             if not bulk:
                 self._items, self._tokens = self._items + len(sequences), self._tokens + tokens
             self._idle = False
@@ -304,7 +178,7 @@ class EncodeQueue:
         else:
             _call(loop, lambda: future.add_done_callback(lambda _: self._forget(job)))
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: Job) -> None:
         """Count what a cancelled or failed job still had waiting no longer; the lines drop it when they meet it."""
         with self._changed:
             if not job.bulk:
@@ -371,7 +245,7 @@ class EncodeQueue:
         _deliver(list({item.job: None for item in batch.items if item.job.left == 0 or item.job.error}))
         self._running = []
 
-    def _embed(self, items: list[_Item]) -> None:
+    def _embed(self, items: list[Item]) -> None:
         """Run items; where that fails, halves of them, down to the one that is to blame."""
         items = [item for item in items if not item.job.over]
         if not items:
@@ -394,7 +268,7 @@ class EncodeQueue:
             item.job.found[item.place] = views
             item.job.left -= 1
 
-    def _fail(self, jobs: set[_Job], error: BaseException) -> None:
+    def _fail(self, jobs: set[Job], error: BaseException) -> None:
         for job in jobs:
             job.error = job.error or error
         _deliver(list(jobs))
@@ -404,9 +278,9 @@ class EncodeQueue:
             getattr(self._metrics, what)(*values)
 
 
-def _deliver(jobs: list[_Job]) -> None:
+def _deliver(jobs: list[Job]) -> None:
     """Settle futures: those of an event loop all in one call into it."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
     for job in jobs:
         if job.loop is None:
             _settle(job)
@@ -416,12 +290,12 @@ def _deliver(jobs: list[_Job]) -> None:
         _call(loop, partial(_settle_all, theirs))
 
 
-def _settle_all(jobs: list[_Job]) -> None:
+def _settle_all(jobs: list[Job]) -> None:
     for job in jobs:
         _settle(job)
 
 
-def _settle(job: _Job) -> None:
+def _settle(job: Job) -> None:
     if job.future.done():
         return
     try:
