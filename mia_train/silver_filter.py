@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from mia_serve.llm import ChatClient, Message, ask_json
+from mia_serve.llm.neutral import keep_open
 from mia_train.silver_input import Question, Unit
 
 _CHUNKS = (
@@ -52,7 +53,8 @@ def filter_messages(question: Question, candidates: Sequence[Unit], nodes: bool 
     """
     role, rules = _NODES if nodes else _CHUNKS
     name = "entity" if nodes else "passage"
-    listed = "\n".join(f'<{name} index="{i}">\n{unit.text}\n</{name}>' for i, unit in enumerate(candidates))
+    texts = [keep_open(unit.text, (name,)) for unit in candidates]
+    listed = "\n".join(f'<{name} index="{i}">\n{text}\n</{name}>' for i, text in enumerate(texts))
     asked = f"Question: {question.text}\nAnswer: {question.answer}\n\n{listed}\n\n{rules}\n\n{_REPLY}"
     return [{"role": "system", "content": role}, {"role": "user", "content": asked}]
 

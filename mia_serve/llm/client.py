@@ -10,13 +10,15 @@ from typing import Any, TypedDict
 
 from mia_serve.core.errors import MiaError
 from mia_serve.llm.cache import Reply, ReplyCache, Usage, call_key
-from mia_serve.llm.endpoint import Endpoint, checked_key, encodable
+from mia_serve.llm.completion import Completion, Told, read_completion, read_stream
+from mia_serve.llm.endpoint import Endpoint, checked_key
 from mia_serve.llm.failures import LlmFailed
+from mia_serve.llm.neutral import neutral
 from mia_serve.llm.spending import Budget, Stats, Stopwatch
 
-_ABSENT = object()
 _LARGER = 4  # times the limit of tokens, for a reply that was cut off
 _CONTEXT: list[Message] = []  # what the length of the context is recorded under: a call without messages
+_PAUSE = 0.5  # seconds before a reply that broke off is asked for again, twice as many each time
 
 
 class Message(TypedDict):
@@ -86,11 +88,13 @@ class ChatClient:
         schema: dict[str, Any] | None = None,
         max_tokens: int = 1024,
         enough: Callable[[str], bool] | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Reply:
         """Return the model's reply.
 
         A reply that is cut off at ``max_tokens`` is asked for once more with four times as many, or as many as the
-        model's context has room for.
+        model's context has room for. In the messages, strings that are control tokens of language models are broken
+        (see `neutral`): a text in a prompt stays a text.
 
         Args:
             messages: The chat so far.
@@ -98,15 +102,23 @@ class ChatClient:
                 at its root only.
             max_tokens: Most tokens of the reply.
             enough: Says whether the text of a reply that was cut off will do as it is; None: it never does.
+            on_text: Told the pieces of the reply's text as the model writes them, in order; a recorded reply comes as
+                one piece. Where a reply that was cut off is continued in other words, or fails in the end, what was
+                told is not what is returned.
 
         Raises:
             LlmFailed: There is no usable reply; its ``reason`` says why.
         """
+        told = None if on_text is None else Told(on_text)
+        safe = [Message(role=message["role"], content=neutral(message["content"])) for message in messages]
         try:
-            return await self._usable(messages, schema, max_tokens, enough or _never)
+            reply = await self._usable(safe, schema, max_tokens, enough or _never, told)
         except LlmFailed:
             self.stats.failed += 1
             raise
+        if told is not None:
+            told.tell(reply.text)  # a recorded one
+        return reply
 
     async def context_tokens(self) -> int | None:
         """Return how many tokens of prompt and reply the model takes together, or None where that is not known.
@@ -124,15 +136,16 @@ class ChatClient:
         schema: dict[str, Any] | None,
         max_tokens: int,
         enough: Callable[[str], bool],
+        told: Told | None,
     ) -> Reply:
-        reply = await self._recorded(messages, schema, max_tokens, max_tokens)
+        reply = await self._recorded(messages, schema, max_tokens, max_tokens, told)
         if reply.finish_reason == "length" and not enough(reply.text):
             larger = await self._larger(reply.usage, max_tokens)
             if larger <= max_tokens:
                 raise self._cut_off(max_tokens)
             try:
                 # Recorded under the plain limit, whatever the context had room for: replay need not know.
-                reply = await self._recorded(messages, schema, max_tokens * _LARGER, larger)
+                reply = await self._recorded(messages, schema, max_tokens * _LARGER, larger, told)
             except LlmFailed as failure:
                 raise self._cut_off(max_tokens) if failure.reason == "too long" else failure from None
             if reply.finish_reason == "length" and not enough(reply.text):
@@ -174,10 +187,15 @@ class ChatClient:
         return int(recorded.text) if recorded is not None and recorded.text.isdecimal() else None
 
     async def _recorded(
-        self, messages: Sequence[Message], schema: dict[str, Any] | None, limit: int, max_tokens: int
+        self,
+        messages: Sequence[Message],
+        schema: dict[str, Any] | None,
+        limit: int,
+        max_tokens: int,
+        told: Told | None,
     ) -> Reply:
         if self.cache is None:
-            return await self._call(messages, schema, max_tokens)
+            return await self._call(messages, schema, max_tokens, told)
         key = call_key(self.model, messages, schema, self.temperature, self.seed, limit)
         # Equal calls at the same time: the first one asks, the others find its reply.
         async with self._locks.setdefault(key, asyncio.Lock()):
@@ -186,7 +204,7 @@ class ChatClient:
                 self.stats.cached += 1
                 return found
             try:
-                reply = await self._call(messages, schema, max_tokens)
+                reply = await self._call(messages, schema, max_tokens, told)
             except LlmFailed as failure:
                 if not failure.hopeless:
                     self.cache.put(key, self.model, self.seed, failure)
@@ -194,7 +212,9 @@ class ChatClient:
             self.cache.put(key, self.model, self.seed, reply)
             return reply
 
-    async def _call(self, messages: Sequence[Message], schema: dict[str, Any] | None, max_tokens: int) -> Reply:
+    async def _call(
+        self, messages: Sequence[Message], schema: dict[str, Any] | None, max_tokens: int, told: Told | None
+    ) -> Reply:
         assert self._endpoint is not None, "replay makes no call"
         # max_tokens and not its newer name: every compatible server knows it.
         request: dict[str, Any] = {
@@ -211,25 +231,27 @@ class ChatClient:
             self.stats.calls += 1
             started = time.perf_counter()
             with self._busy:
-                completion = await self._endpoint.guard(self._endpoint.api.chat.completions.create(**request))
-            reply = self._reply(completion, time.perf_counter() - started)
-            self.budget.spend(sum(reply.usage) or len(json.dumps(request) + reply.text) // 3)
-            return reply
+                completion = await self._completion(request, told)
+            self.stats.prompt_tokens += completion.usage.prompt_tokens
+            self.stats.completion_tokens += completion.usage.completion_tokens
+            self.budget.spend(sum(completion.usage) or len(json.dumps(request) + completion.text) // 3)
+            return Reply(*completion, seconds=round(time.perf_counter() - started, 3))
 
-    def _reply(self, completion: Any, seconds: float) -> Reply:
-        """Read a completion; local servers leave out fields that the protocol has."""
+    async def _completion(self, request: dict[str, Any], told: Told | None) -> Completion:
+        """Ask the endpoint; a reply that breaks off is asked for again as long as nothing of it was told."""
         assert self._endpoint is not None
-        choices = getattr(completion, "choices", None)
-        first = choices[0] if isinstance(choices, list) and choices else None
-        content = getattr(getattr(first, "message", None), "content", _ABSENT)  # the openai package checks no types
-        if not isinstance(content, str | None):
-            raise self._endpoint.foreign(str(completion))
-        used = getattr(completion, "usage", None)
-        usage = Usage(_count(getattr(used, "prompt_tokens", 0)), _count(getattr(used, "completion_tokens", 0)))
-        self.stats.prompt_tokens += usage.prompt_tokens
-        self.stats.completion_tokens += usage.completion_tokens
-        reason = encodable(str(getattr(first, "finish_reason", None) or "stop"))
-        return Reply(encodable(content or ""), reason, usage, seconds=round(seconds, 3))
+        api = self._endpoint.api
+        if told is None:
+            return read_completion(self._endpoint, await self._endpoint.guard(api.chat.completions.create(**request)))
+        before = told.text
+        for tried in range(api.max_retries):
+            try:
+                return await read_stream(self._endpoint, request, told)
+            except LlmFailed as failure:
+                if failure.reason != "interrupted" or told.text != before:
+                    raise
+            await asyncio.sleep(_PAUSE * 2**tried)
+        return await read_stream(self._endpoint, request, told)
 
     async def close(self) -> None:
         """Close connections and cache."""
@@ -247,7 +269,3 @@ class ChatClient:
 
 def _never(text: str) -> bool:
     return False
-
-
-def _count(value: Any) -> int:
-    return value if type(value) is int and value > 0 else 0

@@ -10,6 +10,7 @@ Reason = Literal[
     "http",  # a status other than 2xx; see LlmFailed.status
     "too long",  # prompt and reply do not fit the model's context
     "bad response",  # something else than the OpenAI protocol
+    "interrupted",  # a reply that was read while it was written broke off
     "filtered",  # the endpoint withheld the reply
     "no content",
     "truncated",  # the reply hit the limit of tokens, and the larger one too
@@ -42,7 +43,7 @@ class LlmFailed(RuntimeError):
     def transient(self) -> bool:
         """Whether the same call may well succeed later."""
         busy = self.status is not None and (self.status in _RETRY_LATER or self.status >= 500)
-        return busy or self.reason in ("unreachable", "timeout", "bad response")
+        return busy or self.reason in ("unreachable", "timeout", "bad response", "interrupted")
 
     @property
     def hopeless(self) -> bool:

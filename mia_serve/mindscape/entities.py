@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from mia_serve.llm import ChatClient, LlmFailed, Message, ask_json
+from mia_serve.llm.neutral import keep_open
 from mia_serve.mindscape.calls import ask_all
 from mia_serve.mindscape.records import Chunk, Node
 from mia_serve.mindscape.replies import plain
@@ -88,7 +89,7 @@ class _Found(NamedTuple):
 
 def entity_messages(text: str) -> list[Message]:
     """Return the chat that asks for the entities of a chunk."""
-    shown = text.strip("\n")
+    shown = keep_open(text.strip("\n"), ("text",))
     asked = f"Here is a passage.\n\n<text>\n{shown}\n</text>\n\n{_RULES.format(most=_ENTITIES)}"
     return [{"role": "system", "content": _ROLE}, {"role": "user", "content": asked}]
 

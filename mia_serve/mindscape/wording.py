@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 
 from mia_serve.llm import Message
+from mia_serve.llm.neutral import keep_open
 from mia_serve.mindscape.records import Window
 
 _EDITOR = (
@@ -133,21 +134,28 @@ def _chat(role: str, subject: str, body: str, rules: str) -> list[Message]:
 
 
 def _body(texts: Sequence[str]) -> str:
-    shown = "\n\n".join(text.strip("\n") for text in texts)
+    shown = "\n\n".join(_inside(text.strip("\n")) for text in texts)
     return f"<text>\n{shown}\n</text>"
 
 
 def _listed(summaries: Sequence[str]) -> str:
-    return "\n".join(f'<summary part="{i}">\n{summary}\n</summary>' for i, summary in enumerate(summaries, start=1))
+    return "\n".join(
+        f'<summary part="{i}">\n{_inside(summary)}\n</summary>' for i, summary in enumerate(summaries, start=1)
+    )
+
+
+def _inside(text: str) -> str:
+    """Return a text that does not end the tags which it is shown in."""
+    return keep_open(text, ("text", "summary"))
 
 
 def _named(title: str) -> str:
-    title = " ".join(title.split())
-    return f"“{title[:_TITLE]}”" if title else "a text without a title"
+    title = _inside(" ".join(title.split())[:_TITLE])
+    return f"“{title}”" if title else "a text without a title"
 
 
 def _place(window: Window, chat: bool) -> str:
     """Say where a window stands, such as ``Part 3 / 7 of “Title”``."""
     what, of = ("Session", "the conversation ") if chat else ("Part", "")
-    dated = f", dated {' '.join(window.date.split())[:_TITLE]}" if window.date.strip() else ""
+    dated = f", dated {_inside(' '.join(window.date.split())[:_TITLE])}" if window.date.strip() else ""
     return f"{what} {window.part} / {window.parts} of {of}{_named(window.title)}{dated}"

@@ -266,7 +266,7 @@ class LlmSummariser:
     Args:
         client: The model.
         fallback: Sums up the windows that the model does not.
-        max_tokens: Most tokens of a session's summary.
+        max_tokens: Most tokens of a session's summary; a book's gets four times as many.
         context_tokens: Tokens of a prompt and its reply together; None: what the endpoint says of the model.
         progress: Whether stderr shows a bar; None: where it is a terminal.
 
@@ -308,7 +308,13 @@ class LlmSummariser:
         """Sum up whole books, see `write_book_summaries`; empty where the model gives no summary."""
         written = self.run(
             write_book_summaries(
-                self.client, parts, titles, self.progress, per_chunk=per_chunk, context_tokens=self.context_tokens
+                self.client,
+                parts,
+                titles,
+                self.progress,
+                per_chunk=per_chunk,
+                max_tokens=self.max_tokens * BOOK_TOKENS // SESSION_TOKENS,
+                context_tokens=self.context_tokens,
             )
         )
         self.book_failures = written.failures

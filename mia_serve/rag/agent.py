@@ -78,6 +78,9 @@ async def run_agent(
     mindscape: Mindscape,
     question: Question,
     settings: AgentSettings = AgentSettings(),
+    on_step: Callable[[Step], None] | None = None,
+    on_passages: Callable[[Sequence[Passage]], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> AgentResult:
     """Answer one question by the agent loop.
 
@@ -92,6 +95,9 @@ async def run_agent(
         mindscape: What is searched.
         question: The question.
         settings: How the agent works.
+        on_step: Told each step when the model has updated the state.
+        on_passages: Told what the answer is to be given from, before the model is asked for it.
+        on_text: Told the pieces of the answer's reply as the model writes them; see `ChatClient.chat`.
 
     Raises:
         MiaError: The question is too long for the encoder, its options do not fit its task, or texts that the model
@@ -104,8 +110,10 @@ async def run_agent(
             "signature_update='rewrite' has the model write texts, which only an E2 can search with: give the "
             "retriever an e2, or take 'select' or 'submodular'"
         )
-    ran = await _loop(client, searcher, mindscape, question, settings)
+    ran = await _loop(client, searcher, mindscape, question, settings, on_step)
     passages = _passages(mindscape, ran.searches, settings)
+    if on_passages is not None:
+        on_passages(passages)
     answered = await answer(
         client,
         question,
@@ -117,6 +125,7 @@ async def run_agent(
         context_tokens=settings.context_tokens,
         guided=settings.guided,
         cite=settings.cite,
+        on_text=on_text,
     )
     return AgentResult(answered, tuple(ran.steps), passages, ran.signature, ran.evidence)
 
@@ -177,7 +186,12 @@ class _Ran(NamedTuple):
 
 
 async def _loop(
-    client: ChatClient, searcher: AsyncRetriever, mindscape: Mindscape, question: Question, settings: AgentSettings
+    client: ChatClient,
+    searcher: AsyncRetriever,
+    mindscape: Mindscape,
+    question: Question,
+    settings: AgentSettings,
+    on_step: Callable[[Step], None] | None,
 ) -> _Ran:
     query, signature = question.text, await _first_signature(searcher, question, settings)
     evidence: tuple[Fact, ...] = ()
@@ -202,6 +216,8 @@ async def _loop(
         except UpdateFailed as failure:
             update, failed = Update("REFINE", query, signature, evidence, failure.usage), failure.label
         steps.append(_step(mindscape, state, found, update, failed))
+        if on_step is not None:
+            on_step(steps[-1])
         query, signature, evidence = update.next_query, update.signature, update.evidence
         if update.decision == "ANSWER":
             break

@@ -12,6 +12,7 @@ from string import ascii_uppercase
 from typing import Any, Literal, get_args
 
 from mia_serve.core.errors import MiaError
+from mia_serve.llm.neutral import backslash, keep_open
 
 Task = Literal["free", "choice", "letter", "claim"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -54,17 +55,24 @@ _CITE: dict[Task, str] = {
 
 # What a prompt is laid out with. Such signs inside a text, as a page that was made to mislead may have them, would pass
 # for the prompt's own.
-_LAYOUT = re.compile(
-    r"\[(?=[PSHE][0-9]{1,4}\])|</?(?=(?:context|statement|question|explanation|answer)>)"
-    r"|^[ \t]*##(?= (?:book summary|global signature|facts found|relevant contexts|question|options|original question"
-    r"|statement|query|step|signature|summaries|evidence|passages)\b)",
-    re.IGNORECASE | re.MULTILINE,
+_MARKS_AND_HEADERS = re.compile(
+    r"""
+    (?=\[\s{0,3}[PSHE]\s{0,3}[0-9]{1,4}\s{0,3}\])
+    | (?:^|[\r\v\f\x1c-\x1e\x85\u2028\u2029])[ \t\xa0\u3000]{0,20}(?=\#{1,6}\s{0,3}(?:
+        book\ summary | global\ signature | facts\ found | relevant\ contexts | question | options
+        | original\ question | statement | query | step | signature | summaries | evidence | passages)\b)
+    """,
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
+_TAGS = ("context", "statement", "question", "explanation", "answer")
 
 
 def as_text(text: str) -> str:
-    """Return a text to be shown in a prompt, a backslash before what looks like the prompt's own marks and headers."""
-    return _LAYOUT.sub(lambda sign: "\\" + sign[0], text)
+    r"""Return a text to be shown in a prompt, a backslash in what looks like the prompt's own marks, headers and tags.
+
+    They become ``\[P2]``, ``\## Question:`` and ``<\/context>``.
+    """
+    return keep_open(backslash(text, _MARKS_AND_HEADERS), _TAGS)
 
 
 def build_prompt(
@@ -80,8 +88,8 @@ def build_prompt(
 ) -> list[dict[str, str]]:
     """Lay out the prompt of one question as chat messages.
 
-    A block without content is left out. In summaries, evidence and chunks, what looks like a mark or a header of the
-    prompt itself ([P2], "## Question:", </context>) gets a backslash. A generator that was trained with summaries of
+    A block without content is left out. In all texts, what looks like a mark, a header or a tag of the prompt itself
+    ([P2], "## Question:", </context>) gets a backslash, see `as_text`. A generator that was trained with summaries of
     whole books (MiA-Gen) should get a signature as such a ``summary``, its texts in lines; others are told what it is
     and see it numbered.
 
@@ -105,7 +113,7 @@ def build_prompt(
         MiaError: Unknown task, no question, summary and signature at once, or options that do not fit the task.
     """
     _check(task, question, summary, signature, options, evidence)
-    chunks = [as_text(text) for text in chunks]
+    question, chunks = as_text(question), [as_text(text) for text in chunks]
     context = [SUMMARY_HEADER, as_text(summary)] if summary else []
     if signature:
         context = [SIGNATURE_HEADER, *(f"[S{i}] {as_text(text)}" for i, text in enumerate(signature, start=1))]
@@ -130,7 +138,9 @@ def build_prompt(
         if options:
             letters = ascii_uppercase[: len(options)]
             rule = rule.replace("{letters}", ", ".join(letters))
-            blocks.append("## Options:\n" + "\n".join(f"{x}. {text}" for x, text in zip(letters, options, strict=True)))
+            blocks.append(
+                "## Options:\n" + "\n".join(f"{x}. {as_text(text)}" for x, text in zip(letters, options, strict=True))
+            )
     blocks.append(rule)
     return [
         {"role": "system", "content": _instruction(summary, signature, evidence, chunks)},

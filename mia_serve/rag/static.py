@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -103,6 +103,7 @@ async def answer(
     cite: bool = False,
     as_summary: bool = False,
     guided: bool = False,
+    on_text: Callable[[str], None] | None = None,
 ) -> Answer:
     """Have a question answered from passages.
 
@@ -121,6 +122,7 @@ async def answer(
         cite: Number the passages and ask to cite them.
         as_summary: Show the signature as the summary of the book, as MiA-Gen was trained.
         guided: Have the endpoint keep the reply to the JSON of the task (`answer_schema`).
+        on_text: Told the pieces of the reply as the model writes them; see `ChatClient.chat`.
 
     Returns:
         The answer; one with ``failed`` set where the model gave none.
@@ -147,7 +149,7 @@ async def answer(
         try:
             fitted = fit(question, contents, limit)
             trimmed = fitted.trimmed
-            reply = await client.chat(fitted.messages, schema, max_tokens)
+            reply = await client.chat(fitted.messages, schema, max_tokens, on_text=on_text)
         except PromptTooLong as error:
             return Answer(None, "", (), signature, mode, (), trimmed, Usage(), "too long", detail=str(error))
         except LlmFailed as failure:
@@ -174,6 +176,7 @@ async def ask(
     *,
     k: int = 10,
     signature_mode: Mode = "coverage",
+    signature: Signature | None = None,
     mode: AnswerMode | Literal["auto"] = "chunks",
     evidence: Sequence[str] | None = None,
     encoder: str | None = None,
@@ -183,6 +186,9 @@ async def ask(
     cite: bool = False,
     as_summary: bool = False,
     guided: bool = False,
+    on_signature: Callable[[Signature], None] | None = None,
+    on_passages: Callable[[Sequence[Passage]], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> Answer:
     """Answer a question from a mindscape: signature, retrieval with it, and one call of the model.
 
@@ -192,6 +198,7 @@ async def ask(
         question: The question; its text is the query.
         k: Passages.
         signature_mode: How the signature is chosen; "none": the query alone is searched, and no signature shown.
+        signature: One to search with instead of one that is chosen.
         mode: What the prompt holds; "auto" decides by `choose_mode`.
         evidence: Facts for the modes that show some, oldest first; there is no memory to take them from here.
         encoder: "e1" or "e2" (see `Retriever.search`).
@@ -201,19 +208,27 @@ async def ask(
         cite: See `answer`.
         as_summary: See `answer`.
         guided: See `answer`.
+        on_signature: Told the signature before it is searched with.
+        on_passages: Told the passages before the model is asked.
+        on_text: See `answer`.
 
     Raises:
         MiaError: A setting is unknown or out of range, or the mode shows what there is not.
         LlmFailed: Any other call would fail too (``hopeless``).
     """
-    _check_mode(mode, signature_mode, evidence)
-    signature = await searcher.signature(question.text, signature_mode) if signature_mode != "none" else None
+    _check_mode(mode, signature_mode if signature is None else signature.mode, evidence)
+    if signature is None and signature_mode != "none":
+        signature = await searcher.signature(question.text, signature_mode)
+    if on_signature is not None and signature is not None:
+        on_signature(signature)
     found = await searcher.search(question.text, k, signature, encoder, prior)
     chunks = searcher.mindscape.chunks
     passages = [
         Passage(chunk_id, chunks[row].text, score, chunks[row].session_id)
         for chunk_id, score, row in zip(found.ids, found.scores, found.rows, strict=True)
     ]
+    if on_passages is not None:
+        on_passages(passages)
     if mode == "auto":
         pool = await searcher.pool(question.text)
         signals = measure_signals(searcher.mindscape, pool, found.rows, signature)
@@ -230,6 +245,7 @@ async def ask(
         cite=cite,
         as_summary=as_summary,
         guided=guided,
+        on_text=on_text,
     )
 
 

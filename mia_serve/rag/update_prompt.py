@@ -154,11 +154,11 @@ def _shown(searcher: AsyncRetriever, state: AgentState) -> Shown:
 def _messages(mindscape: Mindscape, state: AgentState, shown: Shown, settings: AgentSettings) -> list[Message]:
     question = state.question
     what = "Statement to be judged TRUE or FALSE" if question.task == "claim" else "Original question"
-    blocks = [f"## {what}:\n{question.text}"]
+    blocks = [f"## {what}:\n{as_text(question.text)}"]
     if question.options:
         lettered = zip(ascii_uppercase, question.options, strict=False)
-        blocks.append("## Options:\n" + "\n".join(f"{letter}. {option}" for letter, option in lettered))
-    blocks.append(f"## Query that was searched for now:\n{state.query}")
+        blocks.append("## Options:\n" + "\n".join(f"{letter}. {as_text(option)}" for letter, option in lettered))
+    blocks.append(f"## Query that was searched for now:\n{as_text(state.query)}")
     last = " (the last one: what you keep now is what the answer is written from)"
     blocks.append(f"## Step {state.step + 1} of {settings.n_stop}{last if state.step + 1 == settings.n_stop else ''}")
     summaries = [mindscape.sessions[row].summary for row in shown.candidates]

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
-#: From a request's JSON body to a reply's text, a (text, finish_reason) pair, raw bytes, an HTTP status, or one with
-#: what the error says or its raw body.
-Answer = Callable[[dict[str, Any]], "str | tuple[str | None, str] | bytes | int | tuple[int, str | bytes]"]
+
+class Pieces(NamedTuple):
+    """A reply that is sent piece by piece where the request asks for a stream.
+
+    Attributes:
+        texts: The pieces; one that is a dict is sent as it is.
+        pause: Seconds before each.
+        reason: Why it ended; None: the connection breaks off instead.
+    """
+
+    texts: Sequence[str | dict[str, Any]]
+    pause: float = 0.0
+    reason: str | None = "stop"
+
+
+#: From a request's JSON body to a reply's text, a (text, finish_reason) pair, its pieces, raw bytes, an HTTP status, or
+#: one with what the error says or its raw body. A text is streamed by words where the request asks for it.
+Answer = Callable[[dict[str, Any]], "str | tuple[str | None, str] | Pieces | bytes | int | tuple[int, str | bytes]"]
 
 
 class Stub:
@@ -23,10 +39,11 @@ class Stub:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.most_at_once = self._now = 0
+        self.given_up = threading.Event()  # a client went away while its reply was written
         self._lock = threading.Lock()
         self.url = ""
 
-    def serve(self, body: dict[str, Any], key: str) -> tuple[int, bytes]:
+    def serve(self, body: dict[str, Any], key: str) -> tuple[int, bytes | Iterator[bytes]]:
         with self._lock:
             self.requests.append(body)
             self.keys.append(key)
@@ -46,6 +63,10 @@ class Stub:
             status, said = answer
             error = {"error": {"message": said, "type": "stub"}}
             return status, said if isinstance(said, bytes) else json.dumps(error).encode()
+        if body.get("stream"):
+            return 200, _events(answer)
+        if isinstance(answer, Pieces):
+            answer = "".join(map(str, answer.texts)), str(answer.reason)
         text, reason = answer if isinstance(answer, tuple) else (answer, "stop")
         message = {"role": "assistant", "content": text}
         completion = {
@@ -57,6 +78,31 @@ class Stub:
             "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
         }
         return 200, json.dumps(completion).encode()
+
+
+def _events(answer: str | tuple[str | None, str] | Pieces) -> Iterator[bytes]:
+    """Yield the server-sent events of a reply; they end without a last one where it breaks off."""
+    if isinstance(answer, Pieces):
+        pieces = answer
+    else:
+        text, reason = answer if isinstance(answer, tuple) else (answer, "stop")
+        pieces = Pieces(re.findall(r"\s*\S+|\s+$", text or ""), reason=reason)
+
+    def event(said: dict[str, Any]) -> bytes:
+        return f"data: {json.dumps({'id': 'c', 'object': 'chat.completion.chunk', 'created': 0, **said})}\n\n".encode()
+
+    def choice(delta: dict[str, str], why: str | None = None) -> dict[str, Any]:
+        return {"choices": [{"index": 0, "delta": delta, "finish_reason": why}]}
+
+    yield event(choice({"role": "assistant", "content": ""}))
+    for piece in pieces.texts:
+        time.sleep(pieces.pause)
+        yield event(piece if isinstance(piece, dict) else choice({"content": piece}))
+    if pieces.reason is None:
+        raise ConnectionAbortedError
+    yield event(choice({}, pieces.reason))
+    yield event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}})
+    yield b"data: [DONE]\n\n"
 
 
 @contextmanager
@@ -84,6 +130,9 @@ def serving(
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             found = self.path == "/v1/chat/completions"
             status, content = stub.serve(body, self.headers["Authorization"]) if found else (404, b"{}")
+            if not isinstance(content, bytes):
+                self.stream(content)
+                return
             try:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -93,6 +142,21 @@ def serving(
                 self.wfile.write(content)
             except (BrokenPipeError, ConnectionResetError):  # the client was killed
                 pass
+
+        def stream(self, events: Iterator[bytes]) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            try:
+                for event in events:
+                    self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+                self.wfile.write(b"0\r\n\r\n")
+            except ConnectionAbortedError:
+                self.close_connection = True
+            except (BrokenPipeError, ConnectionResetError):
+                stub.given_up.set()
+                self.close_connection = True
 
         def log_message(self, *_: Any) -> None:
             pass
