@@ -9,7 +9,7 @@ from types import TracebackType
 
 import typer
 
-from mia_serve.cli import ask, embed, env, evaluate, index, llm, mindscape, report, search
+from mia_serve.cli import ask, embed, env, evaluate, index, llm, mindscape, report, search, serve, serve_ray
 
 #: Exit codes: done, failed, wrong use.
 DONE, FAILED, WRONG_USE = 0, 1, 2
@@ -31,6 +31,9 @@ app.command("signature")(search.signature)
 app.command("ask")(ask.ask)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(llm.app, name="llm")
+app.command("serve")(serve.serve)
+app.command("serve-ray")(serve_ray.serve_ray)
+app.add_typer(serve.app, name="key")
 app.command("report")(report.report)
 app.command("env")(env.env)
 

@@ -64,12 +64,17 @@ def embed_batch(model: torch.nn.Module, batch: SequenceBatch, dim: int | None = 
 class Encoder:
     """Texts in, unit vectors out.
 
+    Attributes:
+        pads: Whether sequences that run together are padded to the longest of them, which costs time.
+
     Args:
         model: A transformers backbone whose output has ``last_hidden_state`` (adapters included).
         tokenizer: Its transformers tokenizer.
         spec: Everything else that changes a vector.
         device: Where to run.
     """
+
+    pads = True
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, spec: EncoderSpec, device: torch.device) -> None:
         self.model = model.to(device).eval()
@@ -257,10 +262,12 @@ class Encoder:
             vectors = embed_batch(self.model, batch.to(self.device), self.spec.truncate_dim).cpu().numpy()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            self.tokens_per_batch = max(1, self.tokens_per_batch // 2)
             if len(places) == 1:
-                return
-            logger.warning("out of device memory: token budget halved to %d", self.tokens_per_batch)
+                return  # its length is to blame, no budget would help
+            longest = max(len(sequences[i].ids) for i in places)
+            # Half of what failed, and never less than one such row: many failures must not make all batches tiny.
+            self.tokens_per_batch = min(self.tokens_per_batch, max(longest, longest * len(places) // 2))
+            logger.warning("out of device memory: token budget is now %d", self.tokens_per_batch)
             middle = len(places) // 2
             self._embed_rows(places[:middle], sequences, found)
             self._embed_rows(places[middle:], sequences, found)

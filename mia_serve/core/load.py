@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from safetensors import SafetensorError
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from mia_serve.core.errors import MiaError
@@ -97,20 +97,30 @@ def load_parts(
     With ``base`` an adapter is put on that model instead of the one that its folder names; ``quantization`` is a
     transformers quantization config for the backbone.
     """
+    tokenizer, spec = load_text_parts(name, overrides, base)
+    facts = folder_facts(resolve_folder(full_name(name)))
+    if _is_adapter(facts):
+        model, _, _ = load_parts(base or adapter_base(facts), dtype, {}, None, quantization)
+        return _with_adapter(model, facts.backbone), tokenizer, spec
+    return _backbone(facts.backbone, dtype, quantization), tokenizer, spec
+
+
+def load_text_parts(name: str, overrides: dict[str, Any], base: str | None = None) -> tuple[Any, EncoderSpec]:
+    """Return tokenizer and spec of a model without a look at its weights, which need not be there; see `load_parts`."""
+    tokenizer, spec, _ = _text_parts(name, overrides, base)
+    return tokenizer, spec
+
+
+def _text_parts(name: str, overrides: dict[str, Any], base: str | None) -> tuple[Any, EncoderSpec, Any]:
+    """Return tokenizer, spec and transformers config (that of the base under an adapter)."""
     name = full_name(name)
     facts = folder_facts(resolve_folder(name))
-    adapter = facts.backbone / "adapter_config.json"
-    if adapter.is_file():
-        model, base_tokenizer, base_spec = load_parts(base or adapter_base(facts), dtype, {}, None, quantization)
-        model = _with_adapter(model, facts.backbone)
+    if _is_adapter(facts):
+        base_tokenizer, base_spec, config = _text_parts(base or adapter_base(facts), {}, None)
         own = (facts.backbone / "tokenizer_config.json").is_file() or (facts.backbone / "tokenizer.json").is_file()
         tokenizer = _tokenizer(facts.backbone) if own else base_tokenizer
-        config: Any = model.config
     else:
-        model = _backbone(facts.backbone, dtype, quantization)
-        tokenizer = _tokenizer(facts.backbone)
-        config = model.config
-        base_spec = None
+        config, tokenizer, base_spec = _config(facts.backbone), _tokenizer(facts.backbone), None
     if facts.kind == "mia":
         spec = EncoderSpec.from_json((facts.folder / SPEC_FILE).read_text("utf-8"), str(facts.folder / SPEC_FILE))
     elif facts.kind == "adapter" and base_spec is not None:
@@ -122,7 +132,18 @@ def load_parts(
     except TypeError as error:
         raise MiaError(f"{name}: {error}; the fields are those of EncoderSpec") from error
     _check_fits(name, spec, config)
-    return model, tokenizer, spec
+    return tokenizer, spec, config
+
+
+def _is_adapter(facts: FolderFacts) -> bool:
+    return (facts.backbone / "adapter_config.json").is_file()
+
+
+def _config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise MiaError(f"{folder}: its model cannot be read ({error}); get or save the folder again") from error
 
 
 def _backbone(folder: Path, dtype: torch.dtype, quantization: Any = None) -> Any:
@@ -131,7 +152,7 @@ def _backbone(folder: Path, dtype: torch.dtype, quantization: Any = None) -> Any
         model, loading = AutoModel.from_pretrained(
             folder, dtype=dtype, quantization_config=quantization, output_loading_info=True
         )
-    except (ValueError, RuntimeError, SafetensorError) as error:
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise MiaError(f"{folder}: its model cannot be read ({error}); get or save the folder again") from error
     # The pooler of a BERT is not used here, and many folders lack it.
     missing = sorted(key for key in loading["missing_keys"] if "pooler" not in key)

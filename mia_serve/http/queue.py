@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from mia_serve.http.waiting import Found, Item, Job, Line
+from mia_serve.llm.failures import LlmFailed
 
 if TYPE_CHECKING:
     from mia_serve.core.encoder import Encoder
@@ -21,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 _BULK_EVERY = 4  # every so many batches one is anchored by bulk work, however busy the server is
 _RESTART_S = 0.5  # between the end of a worker and the next one
+_FORWARD_S = 0.25  # that a forward may take: whoever comes meanwhile waits for its end
+_LEAST = 1 / 8  # of the encoder's own budget, under which forwards are not cut for that
+_FREE = 1 / 128  # of the same: less padding than that costs less than another forward
+# A worker asks for the interpreter's lock after every operation of a model; a thread that computes in Python meanwhile
+# keeps it for so long.
+_SWITCH_S = 0.0005
 
 
 class QueueFull(RuntimeError):
@@ -71,7 +79,8 @@ class EncodeQueue:
 
     Args:
         encoder: Runs the batches, in the worker's thread alone.
-        tokens_per_batch: Padded tokens of one forward; None: the encoder's own budget.
+        tokens_per_batch: Padded tokens of one forward, at most the encoder's own budget; None: as many as take a
+            quarter of a second, so that no one waits long for the forward of others.
         max_tokens_waiting: Tokens that may wait; more is refused. Bulk work is not counted.
         metrics: Is told what happens.
     """
@@ -90,7 +99,7 @@ class EncodeQueue:
         self._now, self._bulk = Line(), Line()
         self._items = self._tokens = 0  # that wait, without bulk
         self._since_bulk = 0
-        self._rate = 0.0  # tokens a second, a running mean
+        self._ran = (0.0, 0.0)  # padded tokens and seconds of forwards, the recent ones above all
         self._running: list[Item] = []
         self._idle, self._closing = True, False
         self._worker: threading.Thread | None = None
@@ -109,6 +118,7 @@ class EncodeQueue:
     def start(self) -> None:
         """Start the worker, and what starts another one should it die."""
         if self._keeper is None:
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
             self._keeper = threading.Thread(target=self._keep, name="mia-queue", daemon=True)
             self._keeper.start()
 
@@ -131,9 +141,25 @@ class EncodeQueue:
         self._submit(sequences, bulk, future, None)
         return future
 
-    def submit_to(self, future: asyncio.Future[Found], sequences: Sequence[Tokens], bulk: bool = False) -> None:
-        """Queue sequences for a future of an event loop, from any thread; see :meth:`submit`."""
-        self._submit(sequences, bulk, future, future.get_loop())
+    def submit_to(self, future: asyncio.Future[Found], sequences: Sequence[Tokens], bulk: bool = False) -> Job:
+        """Queue sequences for a future of an event loop, from any thread; see :meth:`submit`.
+
+        Returns:
+            What :meth:`forget` takes once the future is cancelled.
+        """
+        return self._submit(sequences, bulk, future, future.get_loop())
+
+    def check(self) -> None:
+        """Raise `QueueFull` where nothing more may wait: before a request is tokenised in vain."""
+        if self._tokens >= self._most:
+            self._refuse()
+
+    def forget(self, job: Job) -> None:
+        """Count what a cancelled or failed job still has waiting no longer; the lines drop it when they meet it."""
+        with self._changed:
+            if not job.bulk:
+                self._tokens, self._items = self._tokens - job.waiting_tokens, self._items - job.waiting
+            job.waiting = job.waiting_tokens = 0
 
     def close(self, drain: bool = True, timeout: float = 20.0) -> None:
         """Take nothing new; with ``drain`` finish what waits within the time, then fail the rest; safe to repeat."""
@@ -152,19 +178,18 @@ class EncodeQueue:
 
     def _submit(
         self, sequences: Sequence[Tokens], bulk: bool, future: Any, loop: asyncio.AbstractEventLoop | None
-    ) -> None:
+    ) -> Job:
         tokens = sum(len(sequence.ids) for sequence in sequences)
         job = Job(len(sequences), tokens, bulk, future, loop)
         if not sequences:
             _deliver([job])
-            return
+            return job
         with self._changed:
             if self._closing:
                 raise QueueDead("the server is stopping")
             # A request that is larger than the bound is let in where nothing waits: it could never be otherwise.
             if not bulk and self._tokens and self._tokens + tokens > self._most:
-                self._tell("failed", "full")
-                raise QueueFull(self._tokens, self._most, self._time_for(self._tokens))
+                self._refuse()
             line = self._bulk if bulk else self._now
             for place, sequence in enumerate(sequences):
                 line.add(Item(job, place, sequence))
@@ -174,19 +199,13 @@ class EncodeQueue:
             self._tell("waiting", self._items, self._tokens)
             self._changed.notify()
         if loop is None:
-            future.add_done_callback(lambda _: self._forget(job))
-        else:
-            _call(loop, lambda: future.add_done_callback(lambda _: self._forget(job)))
+            future.add_done_callback(lambda _: self.forget(job))
+        return job
 
-    def _forget(self, job: Job) -> None:
-        """Count what a cancelled or failed job still had waiting no longer; the lines drop it when they meet it."""
-        with self._changed:
-            if not job.bulk:
-                self._tokens, self._items = self._tokens - job.waiting_tokens, self._items - job.waiting
-            job.waiting = job.waiting_tokens = 0
-
-    def _time_for(self, tokens: int) -> float:
-        return min(60.0, max(1.0, tokens / self._rate)) if self._rate else 1.0
+    def _refuse(self) -> NoReturn:
+        self._tell("failed", "full")
+        tokens, seconds = self._ran
+        raise QueueFull(self._tokens, self._most, min(60.0, max(1.0, self._tokens * seconds / max(tokens, 1.0))))
 
     def _keep(self) -> None:
         """Run workers, one after another, until the queue is closed."""
@@ -221,9 +240,9 @@ class EncodeQueue:
             self._idle = False
             bulk = bool(self._bulk) and (not self._now or self._since_bulk >= _BULK_EVERY - 1)
             self._since_bulk = 0 if bulk else self._since_bulk + 1
-            budget = self._encoder.tokens_per_batch
-            budget = budget if self._own_budget is None else min(budget, self._own_budget)
-            items = (self._bulk if bulk else self._now).batch(budget)
+            budget = self._budget()
+            free = _FREE * self._encoder.tokens_per_batch if self._encoder.pads else budget
+            items = (self._bulk if bulk else self._now).batch(budget, free)
             for item in items:
                 item.job.waiting, item.job.waiting_tokens = item.job.waiting - 1, item.job.waiting_tokens - item.length
                 if not bulk:
@@ -233,14 +252,21 @@ class EncodeQueue:
             self._tell("waited", time.monotonic() - items[0].job.since)
             return _Batch(items, budget)
 
+    def _budget(self) -> int:
+        """Return the padded tokens of the next forward."""
+        own = self._encoder.tokens_per_batch
+        if self._own_budget is not None:
+            return min(own, self._own_budget)
+        tokens, seconds = self._ran
+        return int(min(own, max(_LEAST * own, _FORWARD_S * tokens / seconds if seconds else 0)))
+
     def _run(self, batch: _Batch) -> None:
         started = time.monotonic()
         self._embed(batch.items)
         seconds = time.monotonic() - started
         tokens = sum(item.length for item in batch.items)
-        rate = tokens / max(seconds, 1e-6)
-        self._rate = 0.9 * self._rate + 0.1 * rate if self._rate else rate
-        padded = max(item.length for item in batch.items) * len(batch.items)
+        padded = max(item.length for item in batch.items) * len(batch.items) if self._encoder.pads else tokens
+        self._ran = (0.9 * self._ran[0] + padded, 0.9 * self._ran[1] + seconds)
         self._tell("batch", len(batch.items), tokens, padded, batch.budget, seconds)
         _deliver(list({item.job: None for item in batch.items if item.job.left == 0 or item.job.error}))
         self._running = []
@@ -253,10 +279,9 @@ class EncodeQueue:
         try:
             found = self._encoder.embed_sequences([item.tokens for item in items])
         except Exception as error:
-            if len(items) == 1:
-                logger.error("a request failed in the encoder: %s", type(error).__name__, exc_info=error)
-                self._tell("failed", "encoder")
-                items[0].job.error = error
+            # Where the encoder is a server that does not answer, asking it for every item alone would take hours.
+            if len(items) == 1 or (isinstance(error, LlmFailed) and (error.transient or error.hopeless)):
+                self._blame({item.job for item in items}, error)
                 return
             middle = len(items) // 2
             self._embed(items[:middle])
@@ -268,9 +293,18 @@ class EncodeQueue:
             item.job.found[item.place] = views
             item.job.left -= 1
 
+    def _blame(self, jobs: set[Job], error: BaseException) -> None:
+        """Let jobs fail for what the encoder raised."""
+        logger.error("%d request(s) failed in the encoder: %s", len(jobs), type(error).__name__, exc_info=error)
+        for job in jobs:
+            self._tell("failed", "encoder")
+            job.error = error
+            self.forget(job)
+
     def _fail(self, jobs: set[Job], error: BaseException) -> None:
         for job in jobs:
             job.error = job.error or error
+            self.forget(job)
         _deliver(list(jobs))
 
     def _tell(self, what: str, *values: Any) -> None:

@@ -17,10 +17,15 @@ from mia_serve.http.queue import EncodeQueue, Found
 if TYPE_CHECKING:
     from mia_serve.core.pooling import Sequence as Tokens
     from mia_serve.core.tokenise import Signature
+    from mia_serve.http.waiting import Job
+
+Views = tuple[str, ...]
 
 __all__ = ["Encoded", "QueuedEncoder", "TooLong"]
 
 _THREADS = 2  # that tokenise; the tokenizer's own code runs outside of the interpreter's lock
+_LONG = 100_000  # characters; requests over it are tokenised one by one, past the others
+_MANY = 256  # texts; the vectors of more are gathered in a thread
 
 
 class Encoded(NamedTuple):
@@ -52,6 +57,7 @@ class QueuedEncoder(Encoder):
         self._plain = encoder
         self.queue, self.bulk = queue, bulk
         self._threads = ThreadPoolExecutor(_THREADS, "mia-tokenise")
+        self._long = ThreadPoolExecutor(1, "mia-tokenise-long")
 
     @cached_property
     def spec_hash(self) -> str:
@@ -91,7 +97,7 @@ class QueuedEncoder(Encoder):
         alpha = self.checked_alpha(alpha)
         given = None if alpha == 0.0 else signatures
         made = lambda: self.text.queries(texts, given, truncate=truncate)  # noqa: E731
-        arrays, tokens = await self._encode(made, len(texts), ("query", "chunk"))
+        arrays, tokens = await self._encode(made, texts, ("query", "chunk"))
         return Encoded(fuse_rows(arrays["query"], arrays["chunk"], alpha), tokens)
 
     async def encode_documents_async(
@@ -115,31 +121,47 @@ class QueuedEncoder(Encoder):
                 found = self.text.documents(list(map(str, texts)), truncate)
             return [[sequence] for sequence in found]
 
-        arrays, tokens = await self._encode(made, len(texts), ("document",))
+        arrays, tokens = await self._encode(made, texts, ("document",))
         return Encoded(arrays["document"], tokens)
 
     async def _encode(
-        self, tokenise: Callable[[], list[list[Tokens]]], n: int, views: tuple[str, ...]
+        self, tokenise: Callable[[], list[list[Tokens]]], texts: Sequence[str] | Sequence[list[int]], views: Views
     ) -> tuple[dict[str, np.ndarray], list[int]]:
         """Tokenise and queue in a thread, and wait for the vectors; the loop is woken once, by its batch."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Found] = loop.create_future()
         made: list[list[Tokens]] = []
+        jobs: list[Job] = []
 
         def work() -> None:
             if future.cancelled():
                 return
             try:
                 made.extend(tokenise())
-                self.queue.submit_to(future, [s for sequences in made for s in sequences], self.bulk)
+                jobs.append(self.queue.submit_to(future, [s for sequences in made for s in sequences], self.bulk))
             except BaseException as error:
                 loop.call_soon_threadsafe(_refuse, future, error)
+                return
+            if future.cancelled():  # meanwhile; a later cancelling finds the job below
+                self.queue.forget(jobs[0])
 
-        self._threads.submit(work)
-        found = await future
-        arrays = {view: np.full((n, self.dim), np.nan, np.float32) for view in views}
-        rows = [i for i, sequences in enumerate(made) for _ in sequences]
-        failed = fill_rows(rows, found, arrays)
+        if not self.bulk:
+            self.queue.check()
+        (self._long if sum(map(len, texts)) > _LONG else self._threads).submit(work)
+        try:
+            found = await future
+        except asyncio.CancelledError:
+            for job in jobs:
+                self.queue.forget(job)
+            raise
+        if len(made) > _MANY:
+            return await loop.run_in_executor(self._threads, self._gather, made, found, views)
+        return self._gather(made, found, views)
+
+    def _gather(self, made: list[list[Tokens]], found: Found, views: Views) -> tuple[dict[str, np.ndarray], list[int]]:
+        """Return (n, d) arrays, one a view, and the tokens of each text."""
+        arrays = {view: np.full((len(made), self.dim), np.nan, np.float32) for view in views}
+        failed = fill_rows([i for i, sequences in enumerate(made) for _ in sequences], found, arrays)
         if failed:
             raise EncodeFailed(sorted(failed), arrays)
         return arrays, [sum(len(s.ids) for s in sequences) for sequences in made]

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 Views = dict[str, Any]  # view name -> (d,) float32 unit vector
 Found = list["Views | None"]
 
-_SLACK = 0.2  # part of a batch that may be padding
-_FREE = 1 / 16  # of the token budget: padding below that costs less than another forward
+_SLACK = 0.05  # part of a batch that may be padding
 
 
 class Job:
@@ -78,8 +77,13 @@ class Line:
             self._drop(self._arrived.popleft())
         return bool(self._arrived)
 
-    def batch(self, budget: int) -> list[Item]:
-        """Take the oldest sequence and those nearest to it in length, as many as the budget of padded tokens holds."""
+    def batch(self, budget: int, free: float) -> list[Item]:
+        """Take the oldest sequence and those nearest to it in length.
+
+        Args:
+            budget: Padded tokens that all of them may make; an oldest sequence over it goes alone.
+            free: Tokens of padding that are let pass, however small the batch.
+        """
         if not self:
             return []
         anchor = self._arrived[0]
@@ -94,7 +98,7 @@ class Line:
             tall = max(longest, item.length)
             padded = tall * (len(items) + 1)
             padding = padded - used - item.length
-            if padded > budget or padding > max(_SLACK * padded, _FREE * budget):
+            if padded > budget or padding > max(_SLACK * padded, free):
                 # Nothing further off on this side fits either.
                 if side < 0:
                     below = -1

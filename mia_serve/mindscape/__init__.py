@@ -3,6 +3,7 @@
 from mia_serve.mindscape.append import append_chunks, append_text
 from mia_serve.mindscape.building import build_mindscape
 from mia_serve.mindscape.chunking import TextChunk, chunk_text
+from mia_serve.mindscape.edit import remove_book, remove_chunks, replace_texts
 from mia_serve.mindscape.extractive import book_summaries, extractive_summaries
 from mia_serve.mindscape.keywords import keyword_summaries
 from mia_serve.mindscape.mindscape import WINDOW, Mindscape, Summarise, book_windows, split_windows
@@ -33,6 +34,9 @@ __all__ = [
     "group_books",
     "keyword_summaries",
     "read_sources",
+    "remove_book",
+    "remove_chunks",
+    "replace_texts",
     "select_books",
     "split_windows",
 ]

@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any
 
 from mia_serve.core import MiaError
-from mia_serve.mindscape.building import turn_ids
 from mia_serve.mindscape.chunking import OpenText, chunk_open
-from mia_serve.mindscape.mindscape import Mindscape, Summarise, summarised
-from mia_serve.mindscape.records import BookFacts, Chunk, Session, Tail, Window
+from mia_serve.mindscape.draft import FAILED, NO_ENTITIES, OPEN, Addition, Draft
+from mia_serve.mindscape.mindscape import Mindscape, Summarise
+from mia_serve.mindscape.records import Tail
 
-#: Notes of a mindscape: sessions whose summary is provisional; session -> why its summary is a stand-in; chunk -> why
-#: its entities are missing.
-OPEN, FAILED, NO_ENTITIES = "open", "failed", "failed_entities"
-
-
-@dataclass(frozen=True)
-class Addition:
-    """What is added to one book or to one session of a chat.
-
-    Attributes:
-        book_id: The book or chat; a new one is put behind all others.
-        texts: Chunks of the book, or turns of the session.
-        session: Id of the session, without the chat's; None for a book.
-        date: Date of a new session.
-        names: Names of the turns, `""` or missing for none.
-        title: Title of a new book or chat.
-        author: Author of a new book.
-        keep: Chunks of the book that stay, the others are replaced; None: all stay.
-        tail: Where the book's text ends now; None: it cannot be gone on with.
-    """
-
-    book_id: str
-    texts: tuple[str, ...]
-    session: str | None = None
-    date: str = ""
-    names: tuple[str, ...] = ()
-    title: str = ""
-    author: str = ""
-    keep: int | None = None
-    tail: Tail | None = None
+__all__ = [
+    "FAILED",
+    "NO_ENTITIES",
+    "OPEN",
+    "Addition",
+    "append_chunks",
+    "append_text",
+    "grow",
+    "text_addition",
+    "text_behind",
+]
 
 
 def append_chunks(
@@ -123,30 +103,21 @@ def text_addition(
                 f"the mindscape does not say where the text of {book_id!r} ends: build it again, or add chunks"
             )
         tail = Tail(book_id, 0, "", 0, 0, size, overlap)
+    return text_behind(tail, text, tokenizer, title, author)
+
+
+def text_behind(tail: Tail, text: str, tokenizer: Any, title: str = "", author: str = "") -> Addition:
+    """Cut text that goes on where the text of a book ends; see `text_addition`."""
     rest = OpenText(tail.text, tail.start, tail.skip)
     chunks, closed, rest = chunk_open(rest, text, tokenizer, tail.size, tail.overlap)
     return Addition(
-        book_id,
+        tail.book_id,
         tuple(chunk.text for chunk in chunks),
         title=title,
         author=author,
         keep=tail.closed,
-        tail=Tail(book_id, tail.closed + closed, *rest, tail.size, tail.overlap),
+        tail=Tail(tail.book_id, tail.closed + closed, *rest, tail.size, tail.overlap),
     )
-
-
-@dataclass
-class _Part:
-    """A session in the making."""
-
-    id: str
-    book_id: str
-    title: str
-    date: str = ""
-    ids: list[str] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    summary: str = ""
-    window: bool = True  # of a book, and not a session of a chat
 
 
 def grow(
@@ -172,110 +143,9 @@ def grow(
     Raises:
         MiaError: As `append_chunks`.
     """
-    books = _parts(mindscape)
-    before = {part.id: (list(part.texts), part.summary) for parts in books.values() for part in parts}
+    draft = Draft(mindscape)
     for addition in additions:
-        _add(books.setdefault(addition.book_id, []), addition, mindscape.window)
-    touched = {addition.book_id for addition in additions}
-    waiting, failed = set(mindscape.notes.get(OPEN, ())), dict(mindscape.notes.get(FAILED, {}))
-    asked: dict[str, list[tuple[_Part, Window]]] = {"books": [], "chats": [], "open": []}
-    for parts in books.values():
-        for i, part in enumerate(parts):
-            last = i == len(parts) - 1 and (not part.window or len(part.texts) < (mindscape.window or 0))
-            still = provisional is not None and last and (part.book_id in touched or part.id in waiting)
-            texts, part.summary = before.get(part.id, ([], ""))  # a window may have been cut anew and be the same
-            changed = part.texts != texts or part.id in failed
-            if changed or (part.id in waiting and not still):
-                place = Window(tuple(part.texts), part.title, part.book_id, i + 1, len(parts), part.date)
-                asked["open" if still else "books" if part.window else "chats"].append((part, place))
-                failed.pop(part.id, None)
-                (waiting.add if still else waiting.discard)(part.id)
-    makers = {"books": summarise, "chats": chats or summarise, "open": provisional or summarise}
-    for kind, items in asked.items():
-        for (part, _), summary in zip(items, summarised([w for _, w in items], makers[kind]), strict=True):
-            part.summary = summary
-    return _assembled(mindscape, books, additions, waiting, failed)
-
-
-def _parts(mindscape: Mindscape) -> dict[str, list[_Part]]:
-    texts = {chunk.id: chunk.text for chunk in mindscape.chunks}
-    books: dict[str, list[_Part]] = {}
-    for s in mindscape.sessions:
-        own = books.setdefault(s.book_id, [])
-        # A session of a chat may be called w0 too, and its turns w0:0, w0:1 and so on.
-        window = s.id == f"{s.book_id}:w{len(own)}" and not s.chunk_ids[0].startswith(f"{s.id}:")
-        held = [texts[i] for i in s.chunk_ids]
-        own.append(_Part(s.id, s.book_id, s.title, s.date, list(s.chunk_ids), held, s.summary, window))
-    return books
-
-
-def _add(parts: list[_Part], addition: Addition, window: int | None) -> None:
-    if not addition.texts:
-        raise MiaError(f"nothing is added to {addition.book_id!r}: give at least one text")
-    if addition.session is not None:
-        _add_turns(parts, addition, addition.session)
-        return
-    if any(not part.window for part in parts):
-        raise MiaError(f"{addition.book_id!r} is a chat: name the session that its turns belong to")
-    if window is None:
-        raise MiaError("the mindscape does not say how many chunks a window has: build it again, then append")
-    count = sum(len(part.ids) for part in parts)
-    keep = count if addition.keep is None else addition.keep
-    while parts and count > keep:
-        cut = min(count - keep, len(parts[-1].ids))
-        del parts[-1].ids[-cut:], parts[-1].texts[-cut:]
-        count -= cut
-        if not parts[-1].ids:
-            addition = replace(addition, title=addition.title or parts[-1].title)
-            parts.pop()
-    for i, text in enumerate(addition.texts, count):
-        if not parts or len(parts[-1].ids) == window:
-            title = parts[-1].title if parts else addition.title
-            parts.append(_Part(f"{addition.book_id}:w{len(parts)}", addition.book_id, title))
-        parts[-1].ids.append(f"{addition.book_id}:{i}")
-        parts[-1].texts.append(text)
-
-
-def _add_turns(parts: list[_Part], addition: Addition, session: str) -> None:
-    name = f"{addition.book_id}:{session}"
-    if parts and parts[-1].window:
-        raise MiaError(f"{addition.book_id!r} is a book: add chunks to it, without a session")
-    if not parts or parts[-1].id != name:
-        if any(part.id == name for part in parts):
-            raise MiaError(f"session {session!r} of {addition.book_id!r} has ended: add to its last one, or a new one")
-        title = parts[-1].title if parts else addition.title
-        parts.append(_Part(name, addition.book_id, title, addition.date, window=False))
-    names = [*addition.names, *[""] * (len(addition.texts) - len(addition.names))]
-    ids = turn_ids(session, names, len(parts[-1].ids))
-    parts[-1].ids += [f"{addition.book_id}:{i}" for i in ids]
-    parts[-1].texts += addition.texts
-
-
-def _assembled(
-    mindscape: Mindscape,
-    books: dict[str, list[_Part]],
-    additions: Sequence[Addition],
-    waiting: Iterable[str],
-    failed: dict[str, str],
-) -> Mindscape:
-    everything = [part for parts in books.values() for part in parts]
-    ids = {i for part in everything for i in part.ids}
-    touched = {addition.book_id: addition for addition in additions}
-    known = {facts.id for facts in mindscape.books}
-    facts = [replace(b, summary="") if b.id in touched else b for b in mindscape.books]
-    present = {session.book_id for session in mindscape.sessions}
-    new = (a for a in touched.values() if a.book_id not in known | present)
-    tails = {t.book_id: t for t in mindscape.tails if t.book_id not in touched}
-    tails |= {a.book_id: a.tail for a in touched.values() if a.tail is not None}
-    notes = dict(mindscape.notes) | {OPEN: sorted(waiting), FAILED: failed}
-    return Mindscape(
-        tuple(Chunk(i, text, p.id, p.book_id) for p in everything for i, text in zip(p.ids, p.texts, strict=True)),
-        tuple(Session(p.id, p.book_id, tuple(p.ids), p.summary, p.title, p.date) for p in everything),
-        mindscape.summarizer,
-        (*facts, *(BookFacts(a.book_id, a.title, a.author) for a in new)),
-        # A chunk that was cut anew has its old id; should there be fewer of them, nothing may name the last one.
-        tuple(replace(n, chunk_ids=tuple(i for i in n.chunk_ids if i in ids)) for n in mindscape.nodes),
-        mindscape.window,
-        tuple(tails[book] for book in books if book in tails),
-        {key: value for key, value in notes.items() if value or key not in (OPEN, FAILED)},
-    )
+        draft.add(addition)
+    grown = draft.finish(summarise, chats=chats, provisional=provisional)
+    assert grown is not None  # nothing was removed
+    return grown

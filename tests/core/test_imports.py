@@ -7,13 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_importing_the_core_pulls_in_nothing_heavy():
+@pytest.mark.parametrize("module", ["mia_serve", "mia_serve.core", "mia_serve.cli"])
+def test_importing_the_core_pulls_in_nothing_heavy(module: str):
+    heavy = {"faiss", "vllm", "fastapi", "uvicorn", "wandb", "ray", "peft"}
     code = (
-        "import sys; from mia_serve.core import Encoder; bad = {'faiss', 'vllm', 'fastapi', 'wandb', 'ray', 'peft'}"
-        " & set(sys.modules); print(sorted(bad)); sys.exit(bool(bad))"
+        f"import sys; import {module} as it; getattr(it, 'Encoder', None); bad = {heavy} & set(sys.modules); "
+        "print(sorted(bad)); sys.exit(bool(bad))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,7 +40,7 @@ def test_imports_run_downstairs():
         "mindscape index signature lexical fusion rerank",
         "retriever",
         "rag",
-        "eval",
+        "eval http",
         "cli",
         "__main__",
     ]

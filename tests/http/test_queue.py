@@ -17,12 +17,14 @@ from mia_serve.core import Encoder, MiaError
 from mia_serve.core.pooling import Sequence as Tokens
 from mia_serve.http.queue import EncodeQueue, QueueDead, QueueFull
 from mia_serve.http.queued_encoder import QueuedEncoder, TooLong
+from mia_serve.llm.failures import LlmFailed
 
 
 class Recorder:
     """An encoder of numbers that notes its batches; a sequence's vector is its first token id."""
 
     tokens_per_batch = 64
+    pads = True
 
     def __init__(self, work: Callable[[list[int]], None] = lambda firsts: None) -> None:
         self.batches: list[list[int]] = []  # lengths
@@ -163,16 +165,40 @@ def test_SRV_05_a_sequence_over_the_budget_goes_alone_and_not_never() -> None:
 
 def test_batches_hold_neighbours_in_length_and_little_padding() -> None:
     recorder, told = Recorder(), Told()
-    with queue_of(recorder, metrics=told) as queue:
+    with queue_of(recorder, tokens_per_batch=64, metrics=told) as queue:
         first = held_up(queue, recorder)
-        jobs = [queue.submit([tokens(n)]) for n in (16, 2, 15, 3, 60, 14, 2, 16, 3)]
+        jobs = [queue.submit([tokens(n)]) for n in (20, 2, 19, 3, 60, 14, 2, 20, 3)]
         recorder.gate.set()
         for job in [first, *jobs]:
             job.result(5)
-    # The oldest (16) with those like it, 4 x 16 = the budget; then the next oldest (2) with its own; then the long one.
-    assert [sorted(lengths) for lengths in recorder.batches[1:]] == [[14, 15, 16, 16], [2, 2, 3, 3], [60]]
-    assert (4, 61, 64) in told.batches
+    # The oldest (20) with those like it: 3 x 20 fit into 64, 1 is padding. A 3 beside 2 x 2 would make it 2 of 9.
+    assert [sorted(lengths) for lengths in recorder.batches[1:]] == [[19, 20, 20], [2, 2], [3, 3], [60], [14]]
+    assert (3, 59, 60) in told.batches
     assert told.now == (0, 0)
+
+
+def test_an_encoder_that_does_not_pad_is_given_all_lengths_at_once() -> None:
+    recorder = Recorder()
+    recorder.pads = False
+    with queue_of(recorder, tokens_per_batch=64) as queue:
+        first = held_up(queue, recorder)
+        jobs = [queue.submit([tokens(n)]) for n in (9, 2, 5)]
+        recorder.gate.set()
+        for job in [first, *jobs]:
+            job.result(5)
+    assert recorder.batches[1:] == [[9, 5, 2]]
+
+
+def test_forwards_that_take_long_become_smaller_and_no_smaller_than_an_eighth() -> None:
+    recorder = Recorder(lambda firsts: time.sleep(0.01 * len(firsts)))  # 10 ms for 4 tokens: 100 of them in 0.25 s
+    recorder.tokens_per_batch = 400
+    slow = Recorder(lambda firsts: time.sleep(0.04 * len(firsts)))  # 25 tokens in 0.25 s
+    slow.tokens_per_batch = 400
+    for encoder, most in ((recorder, 25), (slow, 12)):
+        with queue_of(encoder) as queue:
+            queue.submit([tokens(4)] * 4).result(20)
+            queue.submit([tokens(4)] * 40).result(20)
+        assert most - 10 < len(encoder.batches[1]) <= most
 
 
 def test_a_long_text_in_a_flood_of_short_ones_is_not_starved() -> None:
@@ -219,6 +245,23 @@ def test_SRV_07_a_request_that_breaks_the_model_fails_alone() -> None:
     assert told.failures == ["encoder"]
 
 
+def test_SRV_07_a_model_server_that_is_away_is_asked_once_and_not_for_every_text() -> None:
+    calls: list[int] = []
+
+    def away(firsts: list[int]) -> None:
+        calls.append(len(firsts))
+        raise LlmFailed("unreachable", "no connection")
+
+    recorder, told = Recorder(away), Told()
+    with queue_of(recorder, tokens_per_batch=64, metrics=told) as queue:
+        jobs = [queue.submit([tokens(2), tokens(2)]) for _ in range(8)]
+        for job in jobs:
+            with pytest.raises(LlmFailed, match="no connection"):
+                job.result(5)
+        assert queue.waiting_tokens == 0 and told.now == (0, 0)
+    assert len(calls) <= 2
+
+
 def test_SRV_07_a_dead_worker_is_seen_its_requests_fail_and_another_one_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -248,10 +291,9 @@ def test_what_is_cancelled_is_never_run() -> None:
         async def ask() -> None:
             loop = asyncio.get_running_loop()
             future: asyncio.Future[Any] = loop.create_future()
-            queue.submit_to(future, [tokens(3, 41)])
-            await asyncio.sleep(0)
+            job = queue.submit_to(future, [tokens(3, 41)])
             future.cancel()
-            await asyncio.sleep(0.01)
+            queue.forget(job)
 
         asyncio.run(ask())
         cancelled = [queue.submit([tokens(n, 42), tokens(3, 42)]) for n in (3, 4)]
@@ -279,7 +321,6 @@ def test_a_cancelled_request_of_an_encoder_is_dropped(tiny_bert: Path) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await asyncio.sleep(0)  # the future tells the queue in its loop's next turn
             assert queue.waiting_tokens == 0
 
         asyncio.run(ask())
@@ -303,6 +344,53 @@ def test_SRV_06_a_full_queue_refuses_and_says_when_and_bulk_waits_instead() -> N
             job.result(5)
         queue.submit([tokens(6)]).result(5)
     assert told.failures == ["full"]
+
+
+def test_a_full_queue_refuses_before_it_tokenises_and_long_texts_do_not_hold_up_short_ones(tiny_bert: Path) -> None:
+    plain = Encoder.load(tiny_bert, device="cpu")
+    recorder = Recorder()
+    with queue_of(recorder, max_tokens_waiting=4) as queue:
+        first = held_up(queue, recorder)
+        encoder = QueuedEncoder(plain, queue)
+        tokenised, may_go = threading.Event(), threading.Event()
+
+        def hold(texts: Any, truncate: bool = False) -> list[Tokens]:
+            tokenised.set()
+            if len(texts) > 1:
+                may_go.wait(5)
+            return [tokens(4, len(texts))]
+
+        encoder.text = type("Text", (), {"documents": staticmethod(hold)})()
+
+        async def ask() -> None:
+            long = [asyncio.create_task(encoder.encode_documents_async(["x" * 60_000] * 2)) for _ in range(4)]
+            await asyncio.sleep(0.05)
+            short = asyncio.create_task(encoder.encode_documents_async(["x"]))
+            while not queue.waiting_tokens:  # it has overtaken them
+                await asyncio.sleep(0.005)
+            tokenised.clear()
+            with pytest.raises(QueueFull):
+                await encoder.encode_documents_async(["x"])
+            assert not tokenised.is_set()
+            for task in [*long, short]:
+                task.cancel()
+            may_go.set()
+            await asyncio.gather(*long, short, return_exceptions=True)
+
+        asyncio.run(ask())
+        wait_until(lambda: queue.waiting_tokens == 0)
+        recorder.gate.set()
+        first.result(5)
+    assert recorder.firsts == [999]
+
+
+def test_many_texts_in_one_request_come_back_in_order(tiny_bert: Path) -> None:
+    plain = Encoder.load(tiny_bert, device="cpu")
+    texts = ["anna " * (1 + i % 7) for i in range(300)]
+    with queue_of(plain) as queue:
+        found = asyncio.run(QueuedEncoder(plain, queue).encode_documents_async(texts))
+    np.testing.assert_allclose(found.vectors, plain.encode_documents(texts), atol=1e-5)
+    assert found.tokens == [len(plain.tokenise_document(text).ids) for text in texts]
 
 
 def test_bulk_work_yields_to_requests_but_moves_on() -> None:
