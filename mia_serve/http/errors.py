@@ -171,6 +171,8 @@ def _of_llm(error: LlmFailed) -> HttpError:
 
 def _of_validation(error: RequestValidationError) -> HttpError:
     """Name the first field that is wrong, and what is allowed; never repeat what was sent at length."""
+    if isinstance(error.body, bytes):  # another Content-Type: a form of a foreign page could send that too
+        return HttpError(415, "the body was not read: send JSON with Content-Type: application/json", "not_json")
     found = error.errors()
     first = found[0]
     where = [str(part) for part in first["loc"][1:]]  # the first says only where: body, query, path

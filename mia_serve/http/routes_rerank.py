@@ -42,7 +42,12 @@ EXAMPLES: dict[str, Any] = {
 }
 
 
-@router.post("/rerank", summary="Rerank documents", responses=problems(400, 401, 403, 413, 429, 503))
+@router.post(
+    "/rerank",
+    summary="Rerank documents",
+    responses=problems(400, 401, 403, 413, 429, 503),
+    response_model_exclude_none=True,
+)
 async def rerank(
     body: Annotated[RerankRequest, Body(openapi_examples=EXAMPLES)],
     services: GetServices,
@@ -51,8 +56,8 @@ async def rerank(
     """Score documents against a query, best first, equal scores by index.
 
     A score is the cosine of two vectors in [-1, 1], not a probability: E2's of (query, signature) and document where
-    a signature is given, else E1's. A query or document that is too
-    long for the encoder is refused, not cut; a signature that is too long is cut evenly.
+    a signature is given, else E1's. A query or document that is too long for the encoder is refused, not cut; a
+    signature that is too long is cut evenly.
     """
     limit = services.config.limits.inputs
     if len(body.documents) > limit:

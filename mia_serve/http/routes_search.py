@@ -32,7 +32,14 @@ EXAMPLES: dict[str, Any] = {
         "summary": "Vectors and words together, with a chosen signature, explained",
         "value": {"query": _QUERY, "k": 5, "mode": "fused", "signature": "coverage", "explain": True},
     },
-    "sessions": {"summary": "Sessions instead of chunks", "value": {"query": _QUERY, "target": "sessions"}},
+    "sessions": {
+        "summary": "Sessions, with a given signature",
+        "value": {
+            "query": _QUERY,
+            "target": "sessions",
+            "signature": ["Myrtle is killed on the road by the ash heaps.", "Gatsby tells Nick who drove."],
+        },
+    },
 }
 
 

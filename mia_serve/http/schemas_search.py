@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from mia_serve.http.schemas_collections import StoredChunk, Strict
-from mia_serve.http.texts import ChunkText, CollectionId, Query, Summary, Whole
+from mia_serve.http.texts import WHOLE, ChunkText, CollectionId, Query, Summary
 
 MOST_HITS = 1_000
 MOST_SUMMARIES = 64
@@ -21,7 +21,7 @@ def _by_type(body: Any) -> str:
     """Tell what a value is meant to be, so that an error speaks of that alone."""
     if isinstance(body, dict | BaseModel):
         return "object"
-    return {str: "text", list: "list"}.get(type(body), "other")
+    return "text" if isinstance(body, str) else "list" if isinstance(body, list) else "other"
 
 
 Modes = Literal["none", "coverage", "first_k"]
@@ -35,24 +35,15 @@ Wanted = Annotated[
 ]
 
 _QUERY = "Who was driving the yellow car?"
-_SUMMARIES = ["Myrtle is killed on the road by the ash heaps.", "Gatsby tells Nick who drove."]
 
 
 class SearchRequest(Strict):
     """A search in one collection."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={
-            "examples": [
-                {"query": _QUERY, "k": 5},
-                {"query": _QUERY, "k": 5, "mode": "fused", "signature": "coverage", "explain": True},
-                {"query": _QUERY, "target": "sessions", "signature": _SUMMARIES},
-            ]
-        },
-    )
     query: Query
-    k: Whole = Field(10, ge=1, le=MOST_HITS, description="Hits wanted; all there are where the collection holds fewer.")
+    k: Annotated[int, Field(ge=1, le=MOST_HITS), WHOLE] = Field(
+        10, description="Hits wanted; all there are where the collection holds fewer."
+    )
     target: Literal["chunks", "sessions"] = Field(
         "chunks", description="What is found. A session counts as much as its best chunk; for BM25 it is one text."
     )
@@ -157,7 +148,8 @@ class SearchResponse(BaseModel):
 
 
 Size = Annotated[
-    Annotated[Whole, Field(ge=1, le=MOST_SUMMARIES), Tag("other")] | Annotated[Literal["auto"], Tag("text")],
+    Annotated[int, Field(ge=1, le=MOST_SUMMARIES, strict=True), WHOLE, Tag("other")]
+    | Annotated[Literal["auto"], Tag("text")],
     Discriminator(_by_type, custom_error_type="size", custom_error_message="give a whole number or 'auto'"),
 ]
 
@@ -207,25 +199,12 @@ Document = Annotated[
 class RerankRequest(BaseModel):
     """A query and documents, as Jina's and Cohere's clients send them; keys that are not listed are ignored."""
 
-    model_config = ConfigDict(
-        extra="ignore",
-        json_schema_extra={
-            "examples": [
-                {
-                    "query": _QUERY,
-                    "documents": ["Daisy took the wheel.", "The party went on until two."],
-                    "top_n": 1,
-                    "return_documents": True,
-                    "signature": _SUMMARIES,
-                }
-            ]
-        },
-    )
+    model_config = ConfigDict(extra="ignore")
     model: str | None = Field(None, max_length=256, description="Ignored: the server's own encoders score.")
     query: Query
     documents: list[Document] = Field(min_length=1, max_length=MOST_DOCUMENTS)
-    top_n: int | None = Field(
-        None, ge=1, strict=True, description="Results wanted, best first; null, or more than there are: all."
+    top_n: Annotated[int, Field(ge=1, strict=True), WHOLE] | None = Field(
+        None, description="Results wanted, best first; null, or more than there are: all."
     )
     return_documents: bool | None = Field(False, strict=True, description="Whether results repeat their documents.")
     signature: Summaries | None = Field(None, description="σ: summaries that the query is read with; needs an E2.")

@@ -31,7 +31,8 @@ def _whole(number: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-Whole = Annotated[int, Field(strict=True), BeforeValidator(_whole, json_schema_input_type=int)]
+WHOLE = BeforeValidator(_whole)
+"""Goes behind the bounds of a strict integer, so that the OpenAPI still tells them."""
 
 # The patterns say in the OpenAPI what the checks above refuse with a plainer message.
 _ANY = Field(json_schema_extra={"pattern": r"^[^\x00]*$"})

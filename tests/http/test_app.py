@@ -342,3 +342,9 @@ def test_SRV_53_sigterm_finishes_what_is_under_way_and_exits_0(process):
         httpx.get(f"{url}/health")
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)
+
+
+def test_a_body_that_is_not_sent_as_json_is_refused_with_what_to_do(server: Running):
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    answer = httpx.post(f"{server.url}/v1/collections", content=b'{"id": "x"}', headers=headers)
+    assert answer.status_code == 415 and "Content-Type: application/json" in answer.json()["error"]["message"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from mia_serve.http.keys import ROLES, Role, add_key
 from tests.http.conftest import Running
 
 PASSAGES = [
@@ -222,6 +226,38 @@ def test_an_unknown_collection_is_404(http: httpx.Client, method: str, path: str
     answer = http.request(method, f"/v1/collections/nowhere{path}", json=body)
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "no_collection"
     assert "nowhere" in answer.json()["error"]["message"]
+
+
+def test_a_reader_reads_a_writer_fills_and_only_an_admin_deletes_collections(
+    client: Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.json"
+    secrets = {role: add_key(keys, role, role)[1] for role in ROLES}
+
+    async def ask() -> None:
+        async with client(keys=keys) as http:
+
+            async def status(role: Role, method: str, path: str, body: Any = None) -> int:
+                head = {"Authorization": f"Bearer {secrets[role]}"}
+                return (await http.request(method, f"/v1{path}", json=body, headers=head)).status_code
+
+            new, one = {"id": "k"}, {"chunks": [{"id": "a", "text": "boat"}], "book_id": "b"}
+            assert await status("read", "POST", "/collections", new) == 403
+            assert await status("write", "POST", "/collections", new) == 201
+            assert await status("read", "POST", "/collections/k/chunks", one) == 403
+            assert await status("write", "POST", "/collections/k/chunks", one) == 201
+            assert await status("read", "PUT", "/collections/k/chunks", {"chunks": one["chunks"]}) == 403
+            assert await status("read", "POST", "/collections/k/chunks/delete", {"ids": ["a"]}) == 403
+            for path in ("", "/k", "/k/chunks", "/k/map"):
+                assert await status("read", "GET", f"/collections{path}") == 200
+            assert await status("read", "POST", "/collections/k/search", {"query": "boat"}) == 200
+            assert await status("read", "POST", "/collections/k/signature", {"query": "boat"}) == 200
+            assert await status("read", "POST", "/rerank", {"query": "boat", "documents": ["a"]}) == 200
+            assert await status("write", "DELETE", "/collections/k") == 403
+            assert await status("admin", "DELETE", "/collections/k") == 204
+            assert (await http.get("/v1/collections")).status_code == 401
+
+    asyncio.run(ask())
 
 
 def test_every_route_is_described_in_the_openapi(http: httpx.Client) -> None:

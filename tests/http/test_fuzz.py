@@ -1,6 +1,6 @@
 """Requests made from the server's own OpenAPI, and malformed HTTP: no 500, a server that stays up, memory that is flat.
 
-MIA_FUZZ sets how many requests are made from the OpenAPI (2,000).
+They are more than 2,000 in all; MIA_FUZZ sets how many are made from the OpenAPI, which is what takes its time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from schemathesis.specs.openapi.checks import (
 from tests.http.fuzzed import Child, bodies, malformed, post, running, send, statuses
 from tests.llm.server import serving
 
-REQUESTS = int(os.environ.get("MIA_FUZZ", "2000"))
-GROWTH = 24.0  # MiB that may come on top after the first third: the collections that the requests fill
+REQUESTS = int(os.environ.get("MIA_FUZZ", "800"))
+GROWTH = 24.0  # MiB on top after the first part: the collections that the requests make and fill
+SLACK = 8.0  # MiB that the allocator may keep, where nothing is stored
 BOOK = " ".join(f"The ferryman counted lamp {i} along the quay, and found it lit." for i in range(40))
 
 
@@ -124,13 +126,15 @@ def test_requests_from_the_openapi_never_get_a_500_and_leave_no_memory_behind(ch
     seen: Counter[str] = Counter()
     wrong: list[str] = []
     memory: list[float] = []
-    for part in range(2):  # the first one warms up
+    part = 0
+    while part < 2 or seen.total() < REQUESTS:  # the first part warms up; what takes few values stops early
         for operation, cases in kinds:
             wrong += fuzz(operation, cases, -(-REQUESTS // (2 * len(kinds))), part, known, seen)
         memory.append(child.memory)
+        part += 1
     print(dict(seen), memory)
     assert not wrong, f"{len(wrong)} wrong answers\n" + "\n".join(wrong[:5])
-    assert seen.total() >= REQUESTS and seen["200"] > REQUESTS / 5 and seen["400"] > REQUESTS / 20, seen
+    assert seen["200"] > REQUESTS / 5 and seen["400"] > REQUESTS / 20, seen
     assert memory[-1] < memory[0] + GROWTH, memory
     healthy(child)
 
@@ -147,7 +151,7 @@ def test_malformed_http_never_gets_a_500(child: Child):
     for number in range(3):
         cases = list(malformed())
         with ThreadPoolExecutor(16) as threads:
-            answers = threads.map(lambda case: send(child.url, case[1], close=number == 1), cases)
+            answers = threads.map(partial(send, child.url, close=number == 1), [data for _, data in cases])
         for (name, _), answer in zip(cases, answers, strict=True):
             seen.update(statuses(answer))
             wrong += [f"{name}: {answer[:300]!r}" for status in statuses(answer) if status >= 500]
@@ -156,7 +160,7 @@ def test_malformed_http_never_gets_a_500(child: Child):
     print(seen, memory)
     assert not wrong, "\n".join(wrong)
     assert seen[400] > 100 and seen[200] > 50
-    assert memory[-1] < memory[0] + GROWTH, memory
+    assert memory[-1] < memory[0] + SLACK, memory
 
 
 def test_odd_bodies_are_refused_or_taken_and_never_get_a_500(child: Child, known: str):
@@ -181,7 +185,7 @@ def test_odd_bodies_are_refused_or_taken_and_never_get_a_500(child: Child, known
         healthy(child)
     print(seen, memory)
     assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:10])
-    assert memory[-1] < memory[0] + GROWTH, memory
+    assert memory[-1] < memory[0] + SLACK, memory
 
 
 def test_clients_that_never_finish_keep_nobody_waiting(child: Child):
@@ -201,4 +205,4 @@ def test_clients_that_never_finish_keep_nobody_waiting(child: Child):
         for connection in held:
             connection.close()
     healthy(child)
-    assert child.memory < before + GROWTH
+    assert child.memory < before + SLACK

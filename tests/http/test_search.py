@@ -356,8 +356,8 @@ def test_without_an_e2_a_signature_is_a_prior(
             library = Retriever(mindscape, Encoder.load(tiny_bert, "cpu"), device="cpu")
             for signature, prior in ((None, None), ("coverage", 0.1)):
                 expected = library.search([QUERY], 9, signature, None, prior)
-                body = {"query": QUERY, "k": 9, "signature": signature, "explain": True}
-                found = (await http.post(f"/v1/collections/{NAME}/search", json=body)).json()
+                asked = {"query": QUERY, "k": 9, "signature": signature, "explain": True}
+                found = (await http.post(f"/v1/collections/{NAME}/search", json=asked)).json()
                 assert ids(found) == expected.hits.ids[0]
                 np.testing.assert_allclose(scores(found), expected.hits.scores[0], atol=1e-5)
                 assert (found["signature"] is None) == (signature is None)
