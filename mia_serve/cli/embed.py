@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
@@ -23,10 +24,20 @@ from mia_serve.cli.common import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mia_serve.core import Encoder
+    from mia_serve.mindscape import Mindscape
 
 #: Note in a mindscape's folder: the encoder that it was built with, default of --encoder.
 BUILT_WITH = "encoder.json"
+
+
+class Engine(StrEnum):
+    """What encodes."""
+
+    local = "local"
+    ray = "ray"
 
 
 def embed(
@@ -34,6 +45,14 @@ def embed(
     encoder: Annotated[str, typer.Option(help="Folder, hub id or package:module/path.")],
     cache: CacheOption = None,
     device: DeviceOption = "auto",
+    engine: Annotated[Engine, typer.Option(help="This process, or the workers of a Ray cluster.")] = Engine.local,
+    ray_address: Annotated[
+        str, typer.Option("--ray-address", help="HOST:PORT of the cluster, auto, or local: this machine alone.")
+    ] = "local",
+    workers: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Of Ray; by default one for every GPU, or CPU where there are none."),
+    ] = None,
     json_to: JsonOption = None,
 ) -> None:
     """Add an encoder's vectors of all chunks and summaries to a mindscape; later commands then need not encode them."""
@@ -45,9 +64,13 @@ def embed(
     from mia_serve.mindscape.vectors import all_vectors, embed_mindscape
 
     opened = Mindscape.load(mindscape)
-    model = encoders.open(encoder)
     kept = all_vectors(mindscape)
-    made = embed_mindscape(opened, model, kept, progress())
+    model: Encoder
+    if engine is Engine.ray:
+        model, made = _on_ray(opened, kept, encoder, encoders, ray_address, workers)
+    else:
+        model = encoders.open(encoder)
+        made = embed_mindscape(opened, model, kept, progress())
     encoders.report.known += sum(
         len(array) for name, (array, spec_hash) in kept.items() if spec_hash == model.spec_hash and name not in made
     )
@@ -66,6 +89,25 @@ def embed(
         f"{model.spec_hash}\n{encoders.report.to_text()}\n"
     )
     emit(text, record, json_to)
+
+
+def _on_ray(
+    mindscape: Mindscape,
+    kept: dict[str, tuple[np.ndarray, str]],
+    name: str,
+    encoders: Encoders,
+    address: str,
+    count: int | None,
+) -> tuple[Encoder, dict[str, tuple[np.ndarray, str]]]:
+    """Encode on a Ray cluster; return the encoder that says which vectors those are, and the vectors."""
+    from mia_serve.http.ray_cluster import connected
+    from mia_serve.http.ray_embed import Workers, embed_on_ray, open_encoder
+
+    # The workers run elsewhere, with other working folders.
+    found = Workers(str(Path(name).absolute()) if Path(name).is_dir() else name, encoders.device, count)
+    with connected(address):
+        model = open_encoder(found, encoders.cache, encoders.report)
+        return model, embed_on_ray(mindscape, model, found, kept, progress())
 
 
 def default_encoder(path: Path) -> str:
