@@ -30,7 +30,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.http.fuzzed import Child, bodies, malformed, post, running, send, statuses
 from tests.llm.server import serving
 
-REQUESTS = int(os.environ.get("MIA_FUZZ", "800"))
+REQUESTS = int(os.environ.get("MIA_FUZZ", "500"))
 GROWTH = 24.0  # MiB on top after the first part: the collections that the requests make and fill
 SLACK = 8.0  # MiB that the allocator may keep, where nothing is stored
 BOOK = " ".join(f"The ferryman counted lamp {i} along the quay, and found it lit." for i in range(40))
