@@ -11,7 +11,9 @@ infinity lives in an environment of its own:
 Both serve all-MiniLM-L6-v2 in float32 on the CPU with as many threads as there are cores, and share these with the
 clients, which run in one more process (bench_load.py). A client sends one text and waits for its vector. Rounds are
 interleaved and change their order: offline encoding of the mixed texts, then for each server the mixed load and the
-load of texts of one length, which is the mean of the mixed ones. Every vector is compared with the offline one.
+load of texts of one length, which is the mean of the mixed ones. Every vector is compared with the offline one. What
+other processes took of the cores is measured too: threads that wait for each other make a little of it cost a lot, so
+numbers from a machine that was not idle do not count.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import base64
 import json
 import os
 import platform
+import resource
 import socket
 import statistics
 import subprocess
@@ -46,6 +49,7 @@ SHORTEST, LONGEST = 4, 256  # tokens, special ones included; drawn log-uniformly
 CLOSE = 1e-4  # how far a value of a unit vector may lie from the offline one
 PEER = Path(__file__).parents[1] / ".venv-infinity/bin/infinity_emb"
 SHARE_OFFLINE, SHARE_P50 = 0.9, 4.0  # what must hold
+OTHERS = 0.1  # cores that may be busy with something else
 
 
 class Load(NamedTuple):
@@ -63,6 +67,7 @@ class Server(NamedTuple):
     port: int
     model: str
     path: str
+    pid: int
 
 
 def make_texts(encoder: Encoder, lengths: list[int], seed: int) -> list[str]:
@@ -95,8 +100,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: list[str], port: int, probe: str, threads: int, folder: Path) -> Iterator[None]:
-    """Start a server and wait until it is ready; stop it at the end."""
+def running(command: list[str], port: int, probe: str, threads: int, folder: Path) -> Iterator[int]:
+    """Start a server, wait until it is ready, and yield its process id; stop it at the end."""
     settings = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     settings |= {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
     log = folder / f"{port}.log"
@@ -108,7 +113,7 @@ def running(command: list[str], port: int, probe: str, threads: int, folder: Pat
                 if child.poll() is not None or time.monotonic() > end:
                     raise SystemExit(f"{command[0]} did not start:\n{log.read_text()[-3000:]}")
                 time.sleep(0.3)
-            yield
+            yield child.pid
         finally:
             child.terminate()
             try:
@@ -134,15 +139,36 @@ def start_servers(stack: ExitStack, peer: Path, threads: int, folder: Path) -> l
     keys = {"e1": {"model": MODEL, "device": "cpu"}, "port": port, "data": str(folder / "collections")}
     config.write_text(json.dumps(keys))  # JSON is YAML
     command = [sys.executable, "-m", "mia_serve", "serve", str(config)]
-    stack.enter_context(running(command, port, "/ready", threads, folder))
-    servers.append(Server("mia", port, "e1", "/v1/embeddings"))
+    pid = stack.enter_context(running(command, port, "/ready", threads, folder))
+    servers.append(Server("mia", port, "e1", "/v1/embeddings", pid))
     port = free_port()
     command = [str(peer), "v2", "--model-id", str(resolve_folder(MODEL)), "--served-model-name", "minilm"]
     command += ["--engine", "torch", "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--log-level", "warning"]
-    stack.enter_context(running(command, port, "/health", threads, folder))
-    servers.append(Server("infinity", port, "minilm", "/embeddings"))
+    pid = stack.enter_context(running(command, port, "/health", threads, folder))
+    servers.append(Server("infinity", port, "minilm", "/embeddings", pid))
     return servers
+
+
+class OtherCores:
+    """How many cores something else than this benchmark keeps busy, from now on."""
+
+    def __init__(self, servers: list[Server]) -> None:
+        self.pids = [server.pid for server in servers]
+        self.started, self.before = time.perf_counter(), self._others()
+
+    def __call__(self) -> float:
+        """Return them."""
+        return max(0.0, (self._others() - self.before) / (time.perf_counter() - self.started))
+
+    def _others(self) -> float:
+        """Return the seconds of all cores that are not ours."""
+        tick = os.sysconf("SC_CLK_TCK")
+        user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+        own = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        for pid in self.pids:  # user and system time, with those of its children that have ended
+            own += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])) / tick
+        return (user + nice + system + irq + softirq) / tick - own
 
 
 def measure(server: Server, load: Load, seconds: float, folder: Path) -> dict[str, Any]:
@@ -198,8 +224,10 @@ def run_rounds(
 ) -> dict[str, Any]:
     """Take turns, and return what came out by who and load."""
     found: dict[str, Any] = {"offline": {"tokens_per_second": []}}
+    found["other_cores"] = []
     found |= {server.name: {name: [] for name in loads} for server in servers}
     for number in range(rounds):
+        others = OtherCores(servers)
         turns: list[Any] = [None, *((server, name) for name in loads for server in servers)]
         for turn in turns if number % 2 == 0 else reversed(turns):
             if turn is None:
@@ -211,6 +239,7 @@ def run_rounds(
             found[server.name][name].append(row)
             shown = {k: v for k, v in row.items() if k != "latencies"}
             print(f"round {number + 1} {server.name} {name}: {json.dumps(shown)}", flush=True)
+        found["other_cores"].append(others())
     return found
 
 
@@ -253,6 +282,7 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
             f"p99 of mixed within {SHARE_P50:g} x p50 of equal": p99_share <= SHARE_P50,
             f"throughput at least {SHARE_OFFLINE:g} x offline": ratio_offline >= SHARE_OFFLINE,
             "ahead of infinity": ratio_peer > 1.0,
+            "the machine was idle otherwise": max(found["other_cores"]) <= OTHERS,
         },
     }
 

@@ -97,12 +97,13 @@ def load_parts(
     With ``base`` an adapter is put on that model instead of the one that its folder names; ``quantization`` is a
     transformers quantization config for the backbone.
     """
-    tokenizer, spec = load_text_parts(name, overrides, base)
     facts = folder_facts(resolve_folder(full_name(name)))
     if _is_adapter(facts):
         model, _, _ = load_parts(base or adapter_base(facts), dtype, {}, None, quantization)
-        return _with_adapter(model, facts.backbone), tokenizer, spec
-    return _backbone(facts.backbone, dtype, quantization), tokenizer, spec
+        model = _with_adapter(model, facts.backbone)
+    else:
+        model = _backbone(facts.backbone, dtype, quantization)
+    return model, *load_text_parts(name, overrides, base)
 
 
 def load_text_parts(name: str, overrides: dict[str, Any], base: str | None = None) -> tuple[Any, EncoderSpec]:

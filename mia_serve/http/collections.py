@@ -195,7 +195,10 @@ class Collections:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def _recover(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
+            raise MiaError(f"{self.root}: the folder of the collections cannot be made ({error.strerror})") from error
         try:
             self._lock = lock_file(self.root / ".lock", timeout=0)
         except TimeoutError:

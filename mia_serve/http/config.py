@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from mia_serve.core.errors import MiaError
 
@@ -19,7 +20,7 @@ Role = Literal["read", "write", "admin"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class EncoderConfig(_Section):
@@ -130,6 +131,13 @@ class CollectionsConfig(_Section):
     alpha: float | None = Field(default=None, ge=0, le=1)
     prior: float = Field(default=0.0, ge=0)
 
+    @field_validator("k_sum", mode="before")
+    @classmethod
+    def _check_size(cls, given: object) -> object:
+        if given != "auto" and (type(given) is not int or given < 1):
+            raise ValueError("give a whole number from 1, or auto")
+        return given
+
 
 class LogConfig(_Section):
     """What is logged.
@@ -194,6 +202,8 @@ class ServerConfig(_Section):
             raise FileNotFoundError(f"{path}: no such file; give a configuration such as recipes/serve_cpu.yaml")
         try:
             raw = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        except MiaError as error:
+            raise MiaError(f"{path}: {error}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise MiaError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
         if not isinstance(raw, dict):
@@ -230,7 +240,8 @@ def _first_problem(error: ValidationError) -> str:
         return f"unknown key {where!r}; {hint}allowed: {', '.join(allowed)}"
     if first["type"] == "missing":
         return f"{where} is missing; it is required"
-    return f"{where} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where} is {first['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _section_at(place: list[str]) -> type[BaseModel]:
@@ -283,6 +294,11 @@ def _conflicts(config: ServerConfig) -> Iterator[str]:
             yield f"{role}: backend vllm needs url, the address of its server, and backend torch has none"
     if config.llm is not None and (config.llm.url is None) == (config.llm.serve is None):
         yield "llm: give either url, an OpenAI-compatible endpoint, or serve, a model's folder"
+    if config.llm is not None and config.llm.url is not None and not config.llm.url.startswith(("http://", "https://")):
+        yield f"llm.url is {config.llm.url!r}: give an address that begins with http:// or https://"
+    variable = config.llm.api_key_env if config.llm is not None else None
+    if variable is not None and not os.environ.get(variable):
+        yield f"llm.api_key_env names the environment variable {variable!r}, which is not set: set it, or leave it out"
     if config.collections.summarizer == "llm" and config.llm is None:
         yield "collections.summarizer is 'llm', but there is no llm; give one, or 'extractive'"
     if config.collections.chunk_overlap >= config.collections.chunk_tokens:

@@ -100,7 +100,8 @@ def http_error(error: BaseException) -> HttpError:
         case Conflict():
             return HttpError(409, str(error), "conflict")
         case TooLong():
-            return HttpError(413, str(error), "too_long", "input")
+            # What it says behind the semicolon is for who calls the encoder from Python.
+            return HttpError(413, f"{str(error).partition(';')[0]}; shorten it", "too_long")
         case QueueFull():
             message = "the server is busy: too many tokens wait to be encoded; try again after the time in Retry-After"
             return HttpError(429, message, "busy", headers=retry_after(error.retry_after))
@@ -175,12 +176,31 @@ def _of_validation(error: RequestValidationError) -> HttpError:
         return HttpError(415, "the body was not read: send JSON with Content-Type: application/json", "not_json")
     found = error.errors()
     first = found[0]
-    where = [str(part) for part in first["loc"][1:]]  # the first says only where: body, query, path
+    # The first says only where: body, query, path.
+    where = _keys_of(first, error.body) if first["loc"][0] == "body" else [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid":
         reason = str((first.get("ctx") or {}).get("error", ""))
         return HttpError(400, f"the body is not valid JSON: {reason[:_SHOWN]}".rstrip(": "), "invalid_json")
     name = ".".join(where)
-    message = f"{name}: {first['msg']}" if name else str(first["msg"])
+    reason = str(first["msg"]).removeprefix("Value error, ")
+    message = f"{name}: {reason}" if name else reason
     if len(found) > 1:
         message += f" (and {len(found) - 1} more)"
     return HttpError(400, message[: 2 * _SHOWN], "invalid_value", name or None)
+
+
+def _keys_of(problem: dict[str, Any], body: Any) -> list[str]:
+    """Return the way to a wrong field through the body as it was sent: without the names of our models on it."""
+    way, here = [], body
+    for place, part in enumerate(problem["loc"][1:], 2):
+        if isinstance(here, dict):
+            if part in here:
+                here = here[part]
+            elif problem["type"] != "missing" or place < len(problem["loc"]):
+                continue  # which of several forms was tried
+        elif isinstance(here, list) and isinstance(part, int):
+            here = here[part]
+        else:
+            continue
+        way.append(str(part))
+    return way

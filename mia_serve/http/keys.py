@@ -137,7 +137,8 @@ class KeyRing:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp = self._look()
+        # Looked at before it is read, so that no change is missed; of a file that is not there `read_keys` says more.
+        self._stamp = self._look() if path.exists() else (0, 0, 0)
         self._keys = read_keys(path)
         self._next_look = time.monotonic() + _RELOAD_S
 

@@ -62,6 +62,8 @@ class VllmEncoder(Encoder):
         MiaError: The model is not read at last tokens, or the server takes shorter texts than the spec allows.
     """
 
+    pads = False
+
     def __init__(
         self,
         tokenizer: Any,

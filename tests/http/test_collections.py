@@ -508,6 +508,13 @@ async def test_create_and_delete(tmp_path, e1):
         assert again.snapshot.empty and again.info()["version"] == 0
 
 
+async def test_a_folder_that_cannot_be_made_is_named(tmp_path, e1):
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(MiaError, match=f"{root}: the folder of the collections cannot be made"):
+            await make(root, e1).open()
+
+
 async def test_only_one_server_has_the_folder(tmp_path, e1):
     (tmp_path / ".deleted-x-1").mkdir()
     (tmp_path / "not-ours").mkdir()

@@ -260,6 +260,27 @@ def test_a_reader_reads_a_writer_fills_and_only_an_admin_deletes_collections(
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("chunks", {"book_id": "b", "chunks": [{"text": ""}]}, "chunks.0.text"),
+        ("chunks", {"book_id": "b", "chunks": ["a"]}, "chunks.0"),
+        ("chunks", {"book_id": " ", "text": "a"}, "book_id"),
+        ("chunks", {"conversation_id": "c", "session_id": "s", "turns": [{"text": "a"}]}, "turns.0.speaker"),
+        ("chunks/delete", {"ids": [""]}, "ids.0"),
+        ("chunks/delete", {"ids": ["a"], "all": True}, "all"),
+        ("search", {"query": "a", "signature": "all"}, "signature"),
+        ("search", {"query": "a", "signature": [""]}, "signature.0"),
+    ],
+)
+def test_a_wrong_field_has_the_name_that_the_client_gave_it(
+    http: httpx.Client, name: str, path: str, body: Any, field: str
+) -> None:
+    error = http.post(f"/v1/collections/{name}/{path}", json=body).json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ") and "Value error" not in error["message"]
+
+
 def test_every_route_is_described_in_the_openapi(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     ours = {path: paths[path] for path in paths if path.startswith(("/v1/coll", "/v1/sig", "/v1/rerank"))}

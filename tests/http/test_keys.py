@@ -141,3 +141,8 @@ async def test_SRV_18_no_key_and_no_text_in_the_log(client, tmp_path: Path, capl
     assert sum("/v1/embeddings 200" in line for line in lines) == 1, "the log was looked at"
     assert not [line for line in lines if "zanzibar" in line or secret in line]
     assert json.loads(file.read_text())["keys"][0]["id"] in "\n".join(lines)
+
+
+def test_a_missing_file_of_keys_says_how_to_make_one(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="`mia-serve key add` makes one"):
+        KeyRing(tmp_path / "none.json")

@@ -109,3 +109,9 @@ def test_a_wrong_request_is_refused_with_the_reason(
     answer = http.post("/v1/rerank", json={"query": QUERY, "documents": DOCUMENTS} | body)
     assert answer.status_code in (status, 413), answer.text
     assert says in answer.json()["error"]["message"], answer.text
+
+
+def test_a_query_that_is_too_long_is_told_in_words_of_the_protocol(http: httpx.Client) -> None:
+    error = http.post("/v1/rerank", json={"query": "boat " * 600, "documents": DOCUMENTS}).json()["error"]
+    assert error["code"] == "too_long" and error["param"] is None
+    assert error["message"].endswith("; shorten it") and "truncate" not in error["message"]
